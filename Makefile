@@ -1,0 +1,44 @@
+# Needs python3 (3.11 or later), make and pip; every target makes its own .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# One place for the version: the line of the constraints file.
+TORCH := $(shell grep '^torch==' constraints-dev.txt)
+
+.PHONY: demo test lint bench mutants clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/dropin.py
+
+# Two workers for two cores. Each runs torch on one thread (OMP_NUM_THREADS): left alone, every worker
+# starts a thread per core, and they take turns instead of running. `worksteal` because a few tests
+# are long. The fixed hypothesis profile makes a red run repeat; a plain `pytest` explores further.
+#
+# The mutants are a target of their own: each planted fault is one more run of the tests that must
+# notice it, so their time grows with the list while `make test` has to stay short.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=fixed
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
+
+# torch goes first and by its exact version: so asked, pip can settle on a CPU build, while a range
+# (as in our own extra) may bring gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -qq $(TORCH)
+	$(BIN)/pip install -qq -c constraints-dev.txt -e ".[torch,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find gradscale tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,34 @@
+"""Loss scaling for mixed-precision training: the rules, for every framework. Imports no framework itself."""
+
+from gradscale.errors import CallOrderError, SettingError, StateError, StuckError
+from gradscale.formats import FORMATS, Format
+from gradscale.policy import (
+    Dynamic,
+    DynamicState,
+    GradStats,
+    Off,
+    Policy,
+    ScaleState,
+    State,
+    Static,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "CallOrderError",
+    "Dynamic",
+    "DynamicState",
+    "Format",
+    "GradStats",
+    "Off",
+    "Policy",
+    "ScaleState",
+    "SettingError",
+    "State",
+    "StateError",
+    "Static",
+    "StuckError",
+    "__version__",
+]

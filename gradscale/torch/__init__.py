@@ -1,0 +1,10 @@
+"""The PyTorch engine."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError('gradscale.torch needs PyTorch: pip install "gradscale[torch]".') from error
+
+from gradscale.torch.scaler import GradScaler
+
+__all__ = ["GradScaler"]

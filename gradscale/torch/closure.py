@@ -1,0 +1,141 @@
+"""Steps with a closure: LBFGS, line searches, SAM.
+
+Every evaluation sees unscaled gradients and the unscaled loss, and all of them one scale. Such a step moves the
+parameters between evaluations, so it is taken wholly or not at all: a snapshot undoes it when an evaluation
+overflows. That costs a copy of the parameters and of the optimizer's state, and it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError
+from gradscale.torch.unscale import Reading, params_with_grad, read, unscale, values_of
+
+if TYPE_CHECKING:
+    from gradscale.torch.scaler import GradScaler
+
+
+class _Undo(Exception):
+    """Leaves the optimizer's step in the middle."""
+
+
+class ClosureStep:
+    """One step of `optimizer` with `closure`."""
+
+    def __init__(
+        self, scaler: GradScaler, optimizer: Optimizer, closure: Callable[[], Any], ready: bool
+    ) -> None:
+        self.reading: Reading | None = None
+        """What the last evaluation's gradients said; None if the closure was never called."""
+        self._scaler = scaler
+        self._optimizer = optimizer
+        self._closure = closure
+        self._ready = ready
+        """Whether there were gradients before the step, so that it need not evaluate."""
+        self._evaluations = 0
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the optimizer's `step` returned; None, with nothing changed, if it had to be undone."""
+        undo = _snapshot(self._optimizer)
+        try:
+            result = self._optimizer.step(self._evaluate, *args, **kwargs)
+            if self.reading is None and not self._ready:
+                raise CallOrderError(
+                    "The optimizer never called the closure, and there were no scaled gradients before "
+                    "step(). Call scaler.scale(loss).backward() first."
+                )
+            if not self._parameters_finite():
+                raise _Undo
+        except _Undo:
+            undo()
+            if self.reading is not None:
+                # Not applied, whatever the gradients of the last evaluation were like.
+                self.reading = self.reading._replace(fits=torch.zeros_like(self.reading.fits))
+            return None
+        except BaseException:
+            undo()
+            raise
+        return result
+
+    def _evaluate(self) -> Any:
+        """The closure's unscaled loss, with the gradients unscaled."""
+        scaler, optimizer = self._scaler, self._optimizer
+        if scaler._window is not None:
+            # The closure clears its gradients, as every closure does: what comes back is scaled.
+            scaler._window.forget(p for g in optimizer.param_groups for p in g["params"])
+        passes = _passes(scaler)
+        loss = self._closure()
+        window = scaler._window
+        if window is None or _passes(scaler) == passes:
+            raise CallOrderError(
+                "The closure ran without scaling its loss. In the closure, call scaler.backward(loss) "
+                "instead of loss.backward(), and return the loss."
+            )
+        if scaler._last_scaled() is loss:
+            raise CallOrderError(
+                "The closure returned the scaled loss. Return the loss itself: the optimizer compares losses."
+            )
+        self._evaluations += 1
+        self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale)
+        loss_finite = bool(torch.isfinite(torch.as_tensor(loss)).all())
+        gradients_usable = not any(map(bool, self.reading.found_inf.values())) and bool(
+            self.reading.fits
+        )
+        if not gradients_usable and (loss_finite or self._evaluations == 1):
+            raise _Undo
+        if loss_finite:
+            return loss
+        if self._evaluations == 1:
+            raise _Undo
+        # A trial step that went too far. As infinity the line search rejects it; NaN compares false with everything.
+        return torch.full_like(loss, torch.inf) if isinstance(loss, Tensor) else torch.inf
+
+    def _parameters_finite(self) -> bool:
+        """Whether the step left only finite numbers behind."""
+        params = [p.detach() for g in self._optimizer.param_groups for p in g["params"]]
+        values = [torch.view_as_real(p) if p.is_complex() else p for p in params]
+        one = torch.ones((), device=values[0].device)
+        return not any(map(bool, read(values, one).found_inf.values()))
+
+
+def _passes(scaler: GradScaler) -> tuple[int, int]:
+    """What changes whenever a loss is scaled."""
+    window = scaler._window
+    return (id(window), 0 if window is None else window.passes)
+
+
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """A function that puts back the parameters, state and settings that `optimizer` has now."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in params]
+    state = {key: _copy(value) for key, value in optimizer.state.items()}
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = _copy(settings)
+
+    def undo() -> None:
+        with torch.no_grad():
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, setting in zip(optimizer.param_groups, settings, strict=True):
+            group.update(setting)
+
+    return undo
+
+
+def _copy(value: Any) -> Any:
+    """A copy of `value` with tensors cloned, through dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(item) for item in value)
+    return value

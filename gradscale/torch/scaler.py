@@ -1,0 +1,235 @@
+"""The drop-in GradScaler: torch's calls in torch's order, without torch's defects.
+
+Here are its constructor, `step()` and `update()`; the policy's state is in keeper.py, scaling and unscaling are in
+scaling.py. Decisions stay on the device; the one place that must wait for it is the step of an optimizer that
+cannot skip by itself, exactly as in torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
+from gradscale.torch.closure import ClosureStep
+from gradscale.torch.contract import left_by, step_on_device
+from gradscale.torch.scaling import Scaling, ready_state
+from gradscale.torch.unscale import params_with_grad, read, values_of
+from gradscale.torch.window import Window
+
+
+class GradScaler(Scaling):
+    """Scales losses, unscales gradients, steps or skips, and moves the scale: `torch.amp.GradScaler`, mended.
+
+        scaler = GradScaler("cuda")
+        for inputs, targets in data:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = loss_fn(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)      # skipped if a gradient is not finite
+            scaler.update()
+            optimizer.zero_grad()
+
+    What differs from torch is listed in docs/differences.md.
+
+    Args:
+        device: Where it will be used. The state really goes to the device of the first loss.
+        enabled: False makes every method hand through what it gets.
+        policy: The rule that moves the scale, instead of torch's four settings.
+        min_scale: The floor of the scale.
+        max_scale: The ceiling of the scale.
+        hysteresis: On which consecutive overflow the scale falls.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Policy | None = None,
+        min_scale: float = MIN_SCALE,
+        max_scale: float = MAX_SCALE,
+        hysteresis: int = 1,
+    ) -> None:
+        rule = Dynamic(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            exact=False,
+        )
+        if policy is not None and rule != Dynamic(exact=False):
+            raise SettingError(f"Give either policy or torch's settings, got {policy} and {rule}.")
+        self._device = device
+        self._enabled = enabled
+        self._keep(rule if policy is None else policy)
+        self._warned_half = False
+        self._begin()
+
+    # Stepping.
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps `optimizer` unless a gradient is not finite; what its `step()` returned, or None.
+
+        A closure, by position or as `closure=`, computes the loss, calls `scaler.backward(loss)` and returns the
+        unscaled loss. All its evaluations have one scale, and the step is undone if one of them overflows.
+
+        **Waits for the device** unless the optimizer can skip by itself (`fused=True` in torch.optim).
+        """
+        closure, args, kwargs = _take_closure(args, kwargs)
+        if not self._enabled:
+            return optimizer.step(*(() if closure is None else (closure,)), *args, **kwargs)
+        if closure is not None:
+            return self._step_with_closure(optimizer, closure, args, kwargs)
+        window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
+        state = self._per_optimizer_states[id(optimizer)]
+        params = params_with_grad(optimizer)
+        if not params:
+            self._warn_no_gradients(optimizer)
+            state["stage"] = OptState.STEPPED
+            return None
+        capable = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if capable and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            return self._step_with_scaler(optimizer, window, args, kwargs)
+        scale = None
+        if state["stage"] is OptState.UNSCALED:
+            self._recheck(optimizer, window)
+        elif capable and not window.split(params)[1]:
+            self._record(optimizer, read(values_of(params), window.inv_scale), OptState.READY)
+            scale = window.scale
+        else:
+            self._unscale(optimizer, window)
+        skipped = self._skipped(optimizer)
+        if capable:
+            result = step_on_device(optimizer, scale, skipped, args, kwargs)
+            if scale is not None:
+                window.use(optimizer)
+                window.mark(params, left_by(optimizer, skipped, window.inv_scale))
+        else:
+            result = None if bool(skipped) else optimizer.step(*args, **kwargs)
+        self._skips.append((weakref.ref(optimizer), skipped))
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_with_scaler(
+        self, optimizer: Optimizer, window: Window, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Steps an optimizer of the older contract, which asks the scaler for everything itself."""
+        warnings.warn(
+            "torch deprecated optimizers whose step() takes grad_scaler. Read the attributes grad_scale and "
+            "found_inf instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        window.use(optimizer)
+        return result
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            self._use(optimizer, "step", ())
+        window = self._window
+        fresh = window is not None and not window.closed and not window.used_by(optimizer)
+        if fresh and state["stage"] is OptState.READY and params_with_grad(optimizer):
+            self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
+        ready = state["stage"] is OptState.UNSCALED
+        run = ClosureStep(self, optimizer, closure, ready)
+        result = None if ready and bool(self._skipped(optimizer)) else run.step(args, kwargs)
+        if run.reading is not None:
+            self._record(optimizer, run.reading, OptState.UNSCALED)
+        window = self._use(optimizer, "step", tuple(OptState))
+        window.use(optimizer)
+        window.mark(params_with_grad(optimizer))
+        self._skips.append((weakref.ref(optimizer), self._skipped(optimizer)))
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _warn_no_gradients(self, optimizer: Optimizer) -> None:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        warnings.warn(
+            f"step() did nothing: 0 of the {total} parameters of this {type(optimizer).__name__} have a gradient. "
+            "If that is not meant, is the loss detached, are all parameters frozen, or was the optimizer built "
+            "before the model was moved or rebuilt?",
+            stacklevel=3,
+        )
+
+    # Moving the scale.
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale by the policy, or to `new_scale`, and ends the iteration.
+
+        Gradients of the open window keep the scale they were made with. Bad gradients of skipped steps are cleared.
+        """
+        if not self._enabled:
+            return
+        self._live("update()")
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        else:
+            checked = self._checked()
+            if checked:
+                finite = ~torch.stack([self._found(s["found_inf_per_device"]) for s in checked]).any()
+                fits = torch.stack([s["fits"] for s in checked]).all()
+                self._move(finite, fits, self._window)
+        self._per_optimizer_states = defaultdict(ready_state)
+        if self._window is not None:
+            self._window.close(self._seen)
+        self._clear_skipped(wait=False)
+
+    def _checked(self) -> list[dict[str, Any]]:
+        """The states of the optimizers whose gradients were checked; none if none of them had any."""
+        every = list(self._per_optimizer_states.values())
+        checked = [state for state in every if state["found_inf_per_device"]]
+        if not checked and not any(state["stage"] is OptState.STEPPED for state in every):
+            raise CallOrderError(
+                "update() was called, but no gradients were checked since the last update(). Call "
+                "scaler.step(optimizer) first."
+            )
+        return checked
+
+    def __getstate__(self) -> dict[str, Any]:
+        pickled = super().__getstate__()
+        for name in ("_per_optimizer_states", "_window", "_seen", "_skips", "_last_scaled"):
+            pickled.pop(name)
+        return pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
+def _take_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """The closure among the arguments of `step`, and the other arguments. None is no closure."""
+    if "closure" in kwargs:
+        return kwargs["closure"], args, {k: v for k, v in kwargs.items() if k != "closure"}
+    if args and (args[0] is None or callable(args[0])):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs

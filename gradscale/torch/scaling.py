@@ -1,0 +1,295 @@
+"""The half of the scaler that multiplies and divides: windows, unscaling, clipping.
+
+Each optimizer goes through READY, UNSCALED and STEPPED until `update()`, as in torch, and every gradient belongs to
+a window that knows its scale. What is found stays on the device.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.keeper import ScaleKeeper
+from gradscale.torch.unscale import (
+    Reading,
+    clear,
+    move,
+    multiply,
+    params_with_grad,
+    read,
+    read_norm,
+    readable,
+    unscale,
+    values_of,
+)
+from gradscale.torch.window import Window
+
+# A float16 loss seeds its backward pass in float16, where 2**16 is infinite.
+_HALF_LOSS_SCALE = 2.0**15
+
+
+class Scaling(ScaleKeeper):
+    """Losses times the scale, gradients divided by it."""
+
+    _warned_half: bool
+
+    def _begin(self) -> None:
+        """Sets up what belongs to the iterations and is never saved."""
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(ready_state)
+        self._window: Window | None = None
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._skips: list[tuple[weakref.ref[Optimizer], Tensor]] = []
+        self._last_scaled: Callable[[], Tensor | None] = _no_tensor
+
+    # Scaling.
+
+    def scale(self, outputs: Any) -> Any:
+        """`outputs`, a tensor or an iterable of tensors, times the scale of this window."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            window = self._open(outputs)
+            window.passes += 1
+            if _losses_tell():
+                window.note_loss(outputs)
+            scaled = _times(outputs, window.scale)
+            window.watch(scaled)
+            self._last_scaled = weakref.ref(scaled)
+            return scaled
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes | Mapping):
+            scaled_items = map(self.scale, outputs)
+            if not isinstance(outputs, list | tuple):
+                return scaled_items
+            make = getattr(outputs, "_make", type(outputs))  # a namedtuple is not made from one iterable
+            return make(scaled_items)
+        raise ValueError(
+            f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}."
+        )
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Scales `loss`, a tensor or several, and runs its backward pass."""
+        scaled = self.scale(loss)
+        torch.autograd.backward(scaled if isinstance(scaled, Tensor) else list(scaled), **kwargs)
+
+    def grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled.
+
+        For gradient penalties. Half gradients come back in float32, because unscaled they could vanish. Gradients
+        that are not finite count as an overflow in the next `update()`.
+        """
+        if not self._enabled:
+            return torch.autograd.grad(outputs, inputs, **kwargs)
+        several = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        windows = [self._open(output) for output in several]
+        scaled = [_times(o, w.scale) for o, w in zip(several, windows, strict=True)]
+        grads = torch.autograd.grad(scaled, inputs, **kwargs)
+        window = windows[-1]
+        window.note_penalty(grads)
+        return tuple(None if g is None else _times(g, window.inv_scale) for g in grads)
+
+    def _open(self, output: Tensor) -> Window:
+        """The window that `output` belongs to: the open one, or a new one with the scale of now."""
+        if self._state is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        last = self._window
+        half = output.dtype is torch.float16
+        if last is None or last.closed:
+            self._clear_skipped(wait=True)
+            scale = self._live("scale()").scale
+            if half or (last is not None and last.half):
+                scale.clamp_(max=_HALF_LOSS_SCALE)
+            self._window = last = Window(scale.clone(), {} if last is None else last.leftovers())
+        last.half |= half
+        if half and not self._warned_half:
+            self._warned_half = True
+            warnings.warn(
+                "The loss is float16, so its backward pass begins in float16 and the scale can be "
+                f"{_HALF_LOSS_SCALE:g} at most. Compute it with loss.float() to lift the limit.",
+                stacklevel=3,
+            )
+        return last
+
+    def _clear_skipped(self, wait: bool) -> None:
+        """Sets the bad gradients of skipped steps to 0, so that they are not added to.
+
+        Where the host does not know whether a step was skipped, this is put off (`wait=False`) until the next loss
+        is scaled: by then the gradients are usually gone.
+        """
+        later = []
+        for ref, skipped in self._skips:
+            optimizer, window = ref(), self._window
+            if optimizer is None or window is None:
+                continue
+            if not wait and not readable(skipped):
+                later.append((ref, skipped))
+                continue
+            if readable(skipped) and not skipped:
+                continue
+            params = window.still(params_with_grad(optimizer))
+            clear(values_of(params), skipped)
+            window.forget(params)
+        self._skips = later
+
+    # Unscaling.
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of `optimizer` by their scale, in place, so that they can be clipped or read.
+
+        Half gradients can lose small values by that; `step()` and `clip_grad_norm_` do not need it.
+        """
+        if not self._enabled:
+            return
+        window = self._use(optimizer, "unscale_", (OptState.READY,))
+        self._unscale(optimizer, window)
+
+    def _use(self, optimizer: Optimizer, call: str, stages: Sequence[OptState]) -> Window:
+        """The window whose gradients `optimizer` may use now; a CallOrderError if there is none."""
+        self._live(f"{call}()")
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.STEPPED:
+            raise CallOrderError(
+                f"{call}() was called after step() for the same optimizer. Call update() once per iteration, "
+                "after the last step()."
+            )
+        if stage not in stages:
+            raise CallOrderError(
+                f"{call}() was called twice for the same optimizer: the gradients are unscaled already. Call "
+                "step() and update() before the next one."
+            )
+        window = self._window
+        if window is None or (stage is OptState.READY and window.used_by(optimizer)):
+            raise CallOrderError(
+                f"{call}() was called, but no loss has been scaled since the last step of this optimizer. Call "
+                "scaler.scale(loss).backward() first."
+            )
+        self._seen.add(optimizer)
+        return window
+
+    def _unscale(self, optimizer: Optimizer, window: Window) -> None:
+        """Unscales in place and records what was found."""
+        params = params_with_grad(optimizer)
+        fresh, other = window.split(params)
+        self._record(optimizer, unscale(values_of(fresh), window.inv_scale), OptState.UNSCALED)
+        if other:
+            for param, mark in other:
+                if mark.left is not None:
+                    multiply(values_of([param]), mark.left)
+            rest = read(values_of(param for param, _ in other), torch.ones_like(window.scale))
+            self._record(optimizer, rest, OptState.UNSCALED)
+        window.use(optimizer)
+        window.mark(params)
+
+    def _record(self, optimizer: Optimizer, reading: Reading, stage: OptState) -> None:
+        """Adds `reading` to what is known of the gradients of `optimizer` in this iteration."""
+        state = self._per_optimizer_states[id(optimizer)]
+        found = state["found_inf_per_device"]
+        for device, flag in reading.found_inf.items():
+            found[device] = torch.maximum(found[device], flag) if device in found else flag
+        fits = state["fits"]
+        state["fits"] = reading.fits if fits is None else fits & reading.fits
+        state["stage"] = stage
+
+    def _recheck(self, optimizer: Optimizer, window: Window) -> None:
+        """Reads unscaled gradients again if they may have been edited; what is not finite now does not fit."""
+        params = params_with_grad(optimizer)
+        if not window.edited(params):
+            return
+        reading = read(values_of(params), torch.ones_like(window.scale))
+        spoilt = self._found(reading.found_inf) & ~self._found(self._found_inf_per_device(optimizer))
+        self._record(optimizer, Reading({}, ~spoilt), OptState.UNSCALED)
+        window.mark(params)
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """The 2-norm of the unscaled gradients, which are unscaled and clipped to `max_norm` in place.
+
+        Does what `unscale_` and `torch.nn.utils.clip_grad_norm_` do together, in fewer passes over memory, and
+        `step()` then does not read the gradients again. The norm is NaN if the step is going to be skipped.
+        """
+        if not max_norm > 0:
+            raise SettingError(f"max_norm must be > 0, got {max_norm}.")
+        params = params_with_grad(optimizer)
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        window = self._use(optimizer, "clip_grad_norm_", (OptState.READY, OptState.UNSCALED))
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.READY and window.split(params)[1]:
+            self._unscale(optimizer, window)
+            stage = OptState.UNSCALED
+        inv_scale = window.inv_scale if stage is OptState.READY else torch.ones_like(window.scale)
+        values = values_of(params)
+        reading, norm = read_norm(values, inv_scale)
+        self._record(optimizer, reading, OptState.UNSCALED)
+        skipped = self._skipped(optimizer)
+        total = norm.root / norm.shift * inv_scale
+        clipping = torch.where(
+            torch.isfinite(total),
+            inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0),
+            torch.minimum(inv_scale, max_norm * (norm.shift / norm.root)),
+        )
+        multiply(values, torch.where(skipped, inv_scale, clipping))
+        window.use(optimizer)
+        window.mark(params)
+        return torch.where(skipped, math.nan, total)
+
+    def _skipped(self, optimizer: Optimizer) -> Tensor:
+        """bool, on the device of the scale: the step of `optimizer` must not take place."""
+        state = self._per_optimizer_states[id(optimizer)]
+        return self._found(state["found_inf_per_device"]) | ~state["fits"]
+
+    def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:
+        """bool, on the device of the scale: something is not finite on some device."""
+        scale = self._live("step()").scale
+        found = torch.zeros_like(scale, dtype=torch.bool)
+        for flag in found_inf.values():
+            found = found | (move(flag, scale.device) > 0)
+        return found
+
+    # torch's private names.
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscales the gradients of `optimizer`; torch's helper, for its tests and for subclasses."""
+        return unscale(values_of(params_with_grad(optimizer)), inv_scale).found_inf
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """float32 flags of what is not finite, per device, without unscaling."""
+        window = self._use(optimizer, "_check_inf_per_device", (OptState.READY, OptState.UNSCALED))
+        reading = read(values_of(params_with_grad(optimizer)), window.inv_scale)
+        self._record(optimizer, reading, self._per_optimizer_states[id(optimizer)]["stage"])
+        return self._found_inf_per_device(optimizer)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+
+def ready_state() -> dict[str, Any]:
+    """An optimizer at the start of an iteration, under torch's names and one of ours."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}, "fits": None}
+
+
+def _no_tensor() -> None:
+    """What a dead reference would say."""
+
+
+def _times(value: Tensor, factor: Tensor) -> Tensor:
+    """`value` times the float32 `factor`; a float16 value becomes float32, where the product has room."""
+    wide = value.float() if value.dtype is torch.float16 else value
+    return wide * move(factor, value.device)
+
+
+def _losses_tell() -> bool:
+    """Whether a non-finite loss spares the scale: not where other ranks, unasked, may have seen a finite one."""
+    distributed = torch.distributed
+    alone = not (distributed.is_available() and distributed.is_initialized())
+    return alone or distributed.get_world_size() == 1

@@ -1,0 +1,43 @@
+"""Settings that every test shares. Imports no framework: a machine may lack any of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+# Read when the frameworks are first imported, so they are set before any test module is.
+# Keras' default backend is TensorFlow, which we do not install.
+os.environ.setdefault("KERAS_BACKEND", "jax")
+# Without it JAX searches for accelerators, and says so when it finds a GPU that it cannot use.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A script, run by `make mutants`; the doctest collector would import it.
+collect_ignore = ["mutants.py"]
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # No deadline: the first call into a framework takes seconds, and two workers share two cores.
+    settings.register_profile("explore", deadline=None, print_blob=True)
+    settings.register_profile("fixed", deadline=None, derandomize=True)
+    settings.load_profile("explore")
+
+
+def no_cuda() -> str | None:
+    """Why tests marked `gpu` cannot run here, or None if they can."""
+    if importlib.util.find_spec("torch") is None:
+        return "needs a CUDA device, and torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = no_cuda() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

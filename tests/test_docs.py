@@ -1,0 +1,141 @@
+"""Every Python block of the documentation runs, and so does every example.
+
+The blocks of a page share one namespace, in order, as a reader would type them. What a page needs
+but should not show (a model, a batch) goes into an HTML comment that starts with `<!-- python` and
+ends with `-->`, each on a line of its own; it runs at its place among the blocks.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+
+BLOCK = re.compile(
+    r"^```python\n(?P<shown>.*?)^```$|^<!-- python\n(?P<hidden>.*?)^-->$", re.MULTILINE | re.DOTALL
+)
+# Anything that a reader would take for a Python block, however it is spelled or indented.
+LOOKS_LIKE_PYTHON = re.compile(r"^[ \t>]*(```+|~~~+)[ \t{.]*py", re.MULTILINE | re.IGNORECASE)
+
+
+class Block(NamedTuple):
+    """The text of a code block, the line of the page it starts on, and whether readers see it."""
+
+    code: str
+    line: int
+    shown: bool
+
+
+def blocks(page: str) -> list[Block]:
+    """The Python blocks of a page, in order."""
+    found = []
+    for match in BLOCK.finditer(page):
+        kind = match.lastgroup or ""
+        line = page.count("\n", 0, match.start(kind)) + 1
+        found.append(Block(match[kind], line, kind == "shown"))
+    return found
+
+
+def run_page(path: Path) -> int:
+    """Run the blocks of a page; the number of shown blocks. A fault raises, at the page's line.
+
+    Raises:
+        ValueError: the page has a Python block that the runner would pass over.
+    """
+    page = path.read_text(encoding="utf-8")
+    found = blocks(page)
+    num_shown = sum(block.shown for block in found)
+    num_wanted = len(LOOKS_LIKE_PYTHON.findall(page))
+    if num_shown != num_wanted:
+        raise ValueError(
+            f"{path.name} has {num_wanted} Python blocks, of which {num_shown} can be run: "
+            "open a block with ```python and close it with ```, both at the start of a line."
+        )
+    namespace: dict[str, Any] = {"__name__": path.name}
+    for block in found:
+        # The blank lines make a traceback name the line of the page.
+        padded = "\n" * (block.line - 1) + block.code
+        exec(compile(padded, str(path), "exec", dont_inherit=True), namespace)
+    return num_shown
+
+
+def run_example(path: Path) -> str:
+    """What an example prints; the test fails if the example does, or if it warns."""
+    command = [sys.executable, "-W", "error", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.fail(f"{path.name} exited with {done.returncode}:\n{done.stderr}")
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a block may save a checkpoint
+    run_page(path)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs(path: Path) -> None:
+    assert run_example(path)
+
+
+def test_dropin_example_skips_the_planted_step_and_learns() -> None:
+    rows = [line.split() for line in run_example(ROOT / "examples/dropin.py").splitlines()[1:]]
+    assert [int(row[0]) for row in rows if row[3] == "no"] == [6]
+    assert float(rows[-1][1]) < float(rows[0][1])
+
+
+def write(tmp_path: Path, page: str) -> Path:
+    """A page with the given text."""
+    path = tmp_path / "page.md"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def test_blocks_of_a_page_share_a_namespace(tmp_path: Path) -> None:
+    page = "<!-- python\nx = 1\n-->\n\n```python\ny = x + 1\n```\n\n```python\nassert y == 2\n```\n"
+    assert run_page(write(tmp_path, page)) == 2
+
+
+def test_failing_block_fails_at_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "Text.\n\n```python\nx = 1\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run_page(path)
+    fault = caught.traceback[-1]
+    assert (Path(fault.path), fault.lineno + 1) == (path, 5)
+
+
+def test_other_languages_are_not_run(tmp_path: Path) -> None:
+    assert run_page(write(tmp_path, "```\nno code\n```\n\n```bash\nfalse\n```\n")) == 0
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\nx = 1\n",
+        "- item\n\n  ```python\n  x = 1\n  ```\n",
+        "```py\nx = 1\n```\n",
+        "~~~python\nx = 1\n~~~\n",
+        "```{.python}\nx = 1\n```\n",
+        "```python title='x'\nx = 1\n```\n",
+        "```pycon\n>>> 1\n1\n```\n",
+    ],
+)
+def test_block_that_would_be_passed_over_fails(tmp_path: Path, page: str) -> None:
+    with pytest.raises(ValueError, match="1 Python blocks, of which 0"):
+        run_page(write(tmp_path, page))
+
+
+def test_example_that_warns_fails(tmp_path: Path) -> None:
+    path = tmp_path / "noisy.py"
+    path.write_text("import warnings\nwarnings.warn('old', stacklevel=1)\n")
+    with pytest.raises(pytest.fail.Exception, match=r"noisy\.py exited with 1"):
+        run_example(path)
