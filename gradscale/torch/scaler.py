@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import left_by, step_on_device
-from gradscale.torch.scaling import Scaling, ready_state
+from gradscale.torch.scaling import Scaling
 from gradscale.torch.unscale import params_with_grad, read, values_of
 from gradscale.torch.window import Window
 
@@ -93,9 +92,9 @@ class GradScaler(Scaling):
 
         **Waits for the device** unless the optimizer can skip by itself (`fused=True` in torch.optim).
         """
-        closure, args, kwargs = _take_closure(args, kwargs)
         if not self._enabled:
-            return optimizer.step(*(() if closure is None else (closure,)), *args, **kwargs)
+            return optimizer.step(*args, **kwargs)
+        closure, args, kwargs = _take_closure(args, kwargs)
         if closure is not None:
             return self._step_with_closure(optimizer, closure, args, kwargs)
         window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
@@ -104,6 +103,7 @@ class GradScaler(Scaling):
         if not params:
             self._warn_no_gradients(optimizer)
             state["stage"] = OptState.STEPPED
+            window.use(optimizer)
             return None
         capable = getattr(optimizer, "_step_supports_amp_scaling", False)
         if capable and "grad_scaler" in inspect.signature(optimizer.step).parameters:
@@ -158,6 +158,8 @@ class GradScaler(Scaling):
         fresh = window is not None and not window.closed and not window.used_by(optimizer)
         if fresh and state["stage"] is OptState.READY and params_with_grad(optimizer):
             self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
+        elif state["stage"] is OptState.UNSCALED and window is not None:
+            self._recheck(optimizer, window)
         ready = state["stage"] is OptState.UNSCALED
         run = ClosureStep(self, optimizer, closure, ready)
         result = None if ready and bool(self._skipped(optimizer)) else run.step(args, kwargs)
@@ -192,30 +194,30 @@ class GradScaler(Scaling):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            checked = self._checked()
-            if checked:
-                finite = ~torch.stack([self._found(s["found_inf_per_device"]) for s in checked]).any()
-                fits = torch.stack([s["fits"] for s in checked]).all()
+            found = self._all_found()
+            if found:
+                finite = ~torch.stack([self._found(flags) for flags in found]).any()
+                fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()
                 self._move(finite, fits, self._window)
-        self._per_optimizer_states = defaultdict(ready_state)
+        self._reset()
         if self._window is not None:
             self._window.close(self._seen)
         self._clear_skipped(wait=False)
 
-    def _checked(self) -> list[dict[str, Any]]:
-        """The states of the optimizers whose gradients were checked; none if none of them had any."""
-        every = list(self._per_optimizer_states.values())
-        checked = [state for state in every if state["found_inf_per_device"]]
-        if not checked and not any(state["stage"] is OptState.STEPPED for state in every):
+    def _all_found(self) -> list[dict[torch.device, Tensor]]:
+        """What was found for every optimizer that was checked; nothing if none of them had gradients."""
+        states = self._per_optimizer_states.values()
+        found = [state["found_inf_per_device"] for state in states]
+        if not any(found) and not any(state["stage"] is OptState.STEPPED for state in states):
             raise CallOrderError(
                 "update() was called, but no gradients were checked since the last update(). Call "
                 "scaler.step(optimizer) first."
             )
-        return checked
+        return [flags for flags in found if flags]
 
     def __getstate__(self) -> dict[str, Any]:
         pickled = super().__getstate__()
-        for name in ("_per_optimizer_states", "_window", "_seen", "_skips", "_last_scaled"):
+        for name in ("_per_optimizer_states", "_fits", "_window", "_seen", "_skips", "_last_scaled"):
             pickled.pop(name)
         return pickled
 

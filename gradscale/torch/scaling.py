@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
@@ -45,11 +45,18 @@ class Scaling(ScaleKeeper):
 
     def _begin(self) -> None:
         """Sets up what belongs to the iterations and is never saved."""
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(ready_state)
+        self._reset()
         self._window: Window | None = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._skips: list[tuple[weakref.ref[Optimizer], Tensor]] = []
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
+
+    def _reset(self) -> None:
+        """Makes every optimizer READY; what was found is under torch's names, and what fits beside it."""
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(
+            _refresh_per_optimizer_state
+        )
+        self._fits: dict[int, Tensor] = {}
 
     # Scaling.
 
@@ -195,8 +202,8 @@ class Scaling(ScaleKeeper):
         found = state["found_inf_per_device"]
         for device, flag in reading.found_inf.items():
             found[device] = torch.maximum(found[device], flag) if device in found else flag
-        fits = state["fits"]
-        state["fits"] = reading.fits if fits is None else fits & reading.fits
+        fits = self._fits.get(id(optimizer))
+        self._fits[id(optimizer)] = reading.fits if fits is None else fits & reading.fits
         state["stage"] = stage
 
     def _recheck(self, optimizer: Optimizer, window: Window) -> None:
@@ -243,8 +250,7 @@ class Scaling(ScaleKeeper):
 
     def _skipped(self, optimizer: Optimizer) -> Tensor:
         """bool, on the device of the scale: the step of `optimizer` must not take place."""
-        state = self._per_optimizer_states[id(optimizer)]
-        return self._found(state["found_inf_per_device"]) | ~state["fits"]
+        return self._found(self._found_inf_per_device(optimizer)) | ~self._fits[id(optimizer)]
 
     def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:
         """bool, on the device of the scale: something is not finite on some device."""
@@ -257,7 +263,7 @@ class Scaling(ScaleKeeper):
     # torch's private names.
 
     def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         """Unscales the gradients of `optimizer`; torch's helper, for its tests and for subclasses."""
         return unscale(values_of(params_with_grad(optimizer)), inv_scale).found_inf
@@ -271,11 +277,6 @@ class Scaling(ScaleKeeper):
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-
-
-def ready_state() -> dict[str, Any]:
-    """An optimizer at the start of an iteration, under torch's names and one of ours."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}, "fits": None}
 
 
 def _no_tensor() -> None:
