@@ -32,7 +32,7 @@ from gradscale.torch.unscale import (
     unscale,
     values_of,
 )
-from gradscale.torch.window import Window
+from gradscale.torch.window import Fate, Window
 
 # A float16 loss seeds its backward pass in float16, where 2**16 is infinite.
 _HALF_LOSS_SCALE = 2.0**15
@@ -108,15 +108,13 @@ class Scaling(ScaleKeeper):
         """The window that `output` belongs to: the open one, or a new one with the scale of now."""
         if self._state is None:
             self._lazy_init_scale_growth_tracker(output.device)
-        last = self._window
+        window = self._window
         half = output.dtype is torch.float16
-        if last is None or last.closed:
-            self._clear_skipped(wait=True)
-            scale = self._live("scale()").scale
-            if half or (last is not None and last.half):
-                scale.clamp_(max=_HALF_LOSS_SCALE)
-            self._window = last = Window(scale.clone(), {} if last is None else last.leftovers())
-        last.half |= half
+        if window is None or window.closed:
+            if half or (window is not None and window.half):
+                self._live("scale()").scale.clamp_(max=_HALF_LOSS_SCALE)
+            window = self._renew(window)
+        window.half |= half
         if half and not self._warned_half:
             self._warned_half = True
             warnings.warn(
@@ -124,7 +122,14 @@ class Scaling(ScaleKeeper):
                 f"{_HALF_LOSS_SCALE:g} at most. Compute it with loss.float() to lift the limit.",
                 stacklevel=3,
             )
-        return last
+        return window
+
+    def _renew(self, last: Window | None) -> Window:
+        """A new window, after `last`, with the scale of now."""
+        self._clear_skipped(wait=True)
+        before = {} if last is None else last.leftovers()
+        self._window = Window(self._live("scale()").scale.clone(), before)
+        return self._window
 
     def _clear_skipped(self, wait: bool) -> None:
         """Sets the bad gradients of skipped steps to 0, so that they are not added to.
@@ -144,7 +149,7 @@ class Scaling(ScaleKeeper):
                 continue
             params = window.still(params_with_grad(optimizer))
             clear(values_of(params), skipped)
-            window.forget(params)
+            window.mark(params, fate=Fate.CLEARED)
         self._skips = later
 
     # Unscaling.
@@ -175,10 +180,13 @@ class Scaling(ScaleKeeper):
             )
         window = self._window
         if window is None or (stage is OptState.READY and window.used_by(optimizer)):
-            raise CallOrderError(
-                f"{call}() was called, but no loss has been scaled since the last step of this optimizer. Call "
-                "scaler.scale(loss).backward() first."
-            )
+            params = params_with_grad(optimizer)
+            if not params or (window is not None and len(window.still(params)) == len(params)):
+                raise CallOrderError(
+                    f"{call}() was called, but there are no new gradients since the last step of "
+                    "this optimizer. Call scaler.scale(loss).backward() first."
+                )
+            window = self._renew(window)  # scaled by hand, with get_scale()
         self._seen.add(optimizer)
         return window
 

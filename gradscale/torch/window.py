@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -17,19 +18,26 @@ from gradscale.errors import CallOrderError
 from gradscale.torch.unscale import move
 
 
+class Fate(Enum):
+    """What became of a gradient."""
+
+    USED = "an optimizer has had it"
+    PASSED = "its window closed without an optimizer using it"
+    CLEARED = "its step was skipped, and it was set to 0"
+
+
 class Mark:
-    """One gradient as it was when its window used it or closed without it."""
+    """One gradient as it was when its fate was settled."""
 
-    __slots__ = ("grad", "left", "param", "passes", "used", "version")
+    __slots__ = ("fate", "grad", "left", "param", "passes", "version")
 
-    def __init__(self, param: Tensor, passes: int, used: bool, left: Tensor | None) -> None:
+    def __init__(self, param: Tensor, fate: Fate, passes: int, left: Tensor | None) -> None:
         self.param = weakref.ref(param)
         self.grad = weakref.ref(param.grad)
         self.version: int = param.grad._version  # type: ignore[union-attr]
+        self.fate = fate
         self.passes = passes
         """How many losses its window had scaled by then."""
-        self.used = used
-        """Whether an optimizer has had it."""
         self.left = left
         """What it must still be multiplied by; None if it is unscaled."""
 
@@ -73,7 +81,11 @@ class Window:
         """bool: what an `update()` has reported of this window; None before the first."""
         self._users: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._marks: Marks = {}
-        self._suspects = {key: mark for key, mark in before.items() if mark.untouched()}
+        self._suspects = {
+            key: mark
+            for key, mark in before.items()
+            if mark.fate is not Fate.CLEARED and mark.untouched()
+        }
         self._stale: Marks = {}
 
     def watch(self, scaled: Tensor) -> None:
@@ -113,14 +125,16 @@ class Window:
         """Whether any optimizer has had its gradients."""
         return bool(self._users)
 
-    def mark(self, params: Iterable[Tensor], left: Tensor | None = None) -> None:
-        """Remembers the gradients of `params` as they are now, with what is `left` to divide out of them."""
+    def mark(
+        self, params: Iterable[Tensor], left: Tensor | None = None, fate: Fate = Fate.USED
+    ) -> None:
+        """Remembers the gradients of `params` as they are now, and what they must still be multiplied by."""
         for param in params:
             if param.grad is not None:
-                self._marks[id(param)] = Mark(param, self.passes, True, left)
+                self._marks[id(param)] = Mark(param, fate, self.passes, left)
 
     def forget(self, params: Iterable[Tensor]) -> None:
-        """Drops what is remembered of the gradients of `params`, because they are cleared."""
+        """Drops what is remembered of the gradients of `params`, which are made anew."""
         for param in params:
             self._marks.pop(id(param), None)
 
@@ -172,7 +186,7 @@ class Window:
         mark = self._stale.get(id(param))
         if mark is None or not mark.is_of(param):
             return None
-        if mark.used:
+        if mark.fate is Fate.USED:
             raise CallOrderError(
                 "Gradients of an earlier step were left in .grad, unscaled, and this window's scaled gradients "
                 "were added to them. Call optimizer.zero_grad() after every step, before the next backward()."
@@ -199,10 +213,12 @@ class Window:
                     if param.grad is None or id(param) in self._marks:
                         continue
                     older = self._stale.get(id(param))
-                    if older is not None and not older.used and older.untouched():
+                    if older is not None and older.fate is Fate.PASSED and older.untouched():
                         self._marks[id(param)] = older
                     else:
-                        self._marks[id(param)] = Mark(param, self.passes, False, self.inv_scale)
+                        self._marks[id(param)] = Mark(
+                            param, Fate.PASSED, self.passes, self.inv_scale
+                        )
 
     def leftovers(self) -> Marks:
         """The marks of all gradients that this window knows of."""
