@@ -1,4 +1,4 @@
-"""Loss scaling for mixed-precision training: the rules, for every framework. Imports no framework itself."""
+"""Loss scaling for mixed-precision training: the rules, for every framework, importing none."""
 
 from gradscale.errors import CallOrderError, SettingError, StateError, StuckError
 from gradscale.formats import FORMATS, Format

@@ -1,6 +1,7 @@
 """The errors gradscale raises at its callers.
 
-Each also is the built-in error that torch raises in the same place, so code that catches torch's keeps working.
+Each also is the built-in error that torch raises in the same place, so code that catches torch's
+keeps working.
 """
 
 

@@ -1,4 +1,4 @@
-"""Facts about the floating-point formats that gradients pass through: plain numbers, no framework."""
+"""Facts about the floating-point formats that gradients pass through, as plain numbers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The rules that move the scale, each written once.
 
-A policy is frozen settings and two pure functions: `init` gives the first state, `update` the state after a
-step. The functions use only operations that numpy, torch, jax.numpy and keras.ops spell alike, so one text serves
-every framework; `scalars` below is the same vocabulary for plain Python numbers. A state is float32 and int32
-everywhere: constants are made with the state's own type, because a bare Python float would promote it.
+A policy is frozen settings and two pure functions: `init` gives the first state, `update` the state
+after a step. The functions use only operations that numpy, torch, jax.numpy and keras.ops spell
+alike, so one text serves every framework; `scalars` below is the same vocabulary for plain Python
+numbers. A state is float32 and int32 everywhere: constants are made with the state's own type,
+because a bare Python float would promote it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from gradscale.formats import FLOAT32
 
 
 class GradStats(NamedTuple):
-    """What one backward pass told us. Flags and numbers are plain or of the framework that measured them."""
+    """What one backward pass told us, in plain values or those of the framework that measured."""
 
     finite: Any
     """bool: every scaled gradient element is finite; if not, the scale was too high."""
     amax: Any = None
-    """The largest magnitude among the scaled gradients; None where an engine does not measure it."""
+    """The largest magnitude among the scaled gradients; None where it is not measured."""
     loss_finite: Any = True
     """bool: the unscaled loss was finite; if not, no scale is to blame."""
     underflow: Any = None
-    """Share of the nonzero elements below the format's smallest normal number; None = not measured."""
+    """Share of the nonzero elements below the smallest normal number; None = not measured."""
     fits: Any = True
     """bool: every unscaled element is finite where it is stored; if not, the scale was too low."""
     exponent: Any = None
@@ -62,7 +63,7 @@ class DynamicState(NamedTuple):
 
 
 class _Scalars:
-    """The array operations that the rules use, for plain Python numbers kept at float32 precision."""
+    """The array operations that the rules use, for plain numbers kept at float32 precision."""
 
     float32 = float
     int32 = int
@@ -113,7 +114,7 @@ class Off:
         return 1.0
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
-        """The first state: plain Python, or arrays of `xp`, on the device of the 0-dim array `like`."""
+        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
         return ScaleState(_new(xp, like, 1.0))
 
     def update(self, state: ScaleState, stats: GradStats, xp: Any = scalars) -> ScaleState:
@@ -137,7 +138,7 @@ class Static:
         _set(self, "init_scale", _scale("init_scale", self.init_scale, self.exact))
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
-        """The first state: plain Python, or arrays of `xp`, on the device of the 0-dim array `like`."""
+        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
         return ScaleState(_new(xp, like, self.init_scale))
 
     def update(self, state: ScaleState, stats: GradStats, xp: Any = scalars) -> ScaleState:
@@ -163,8 +164,8 @@ class Dynamic:
             if bad_steps >= hysteresis:
                 scale = max(scale * backoff_factor, min_scale)
 
-    So it grows *on* the n-th consecutive finite step, and backs off on the n-th consecutive bad one and on every
-    further one; a finite step refills the patience.
+    So it grows *on* the n-th consecutive finite step, and backs off on the n-th consecutive bad one
+    and on every further one; a finite step refills the patience.
 
     >>> policy = Dynamic(init_scale=2.0**16, growth_interval=1)
     >>> policy.update(policy.init(), GradStats(finite=True)).scale == 2.0**17
@@ -181,7 +182,7 @@ class Dynamic:
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     exact: bool = True
-    """Whether scale, factors and bounds must be powers of two, so that scaling and unscaling are exact."""
+    """Whether scale, factors and bounds must be powers of two, so that unscaling is exact."""
 
     def __post_init__(self) -> None:
         for name in ("init_scale", "min_scale", "max_scale"):
@@ -209,16 +210,16 @@ class Dynamic:
             _set(self, "max_scale", _ChosenBound(max(self.max_scale, self.init_scale)))
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise SettingError(
-                f"init_scale must lie within min_scale {self.min_scale} and max_scale {self.max_scale}, "
-                f"got {self.init_scale}."
+                f"init_scale must lie within min_scale {self.min_scale} and max_scale "
+                f"{self.max_scale}, got {self.init_scale}."
             )
 
     def init(self, xp: Any = scalars, like: Any = None) -> DynamicState:
-        """The first state: plain Python, or arrays of `xp`, on the device of the 0-dim array `like`."""
+        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
         return DynamicState(_new(xp, like, self.init_scale), _new(xp, like, 0), _new(xp, like, 0))
 
     def update(self, state: DynamicState, stats: GradStats, xp: Any = scalars) -> DynamicState:
-        """The state after a step with these `stats`. `fits` does not matter here: a lower scale is no cure."""
+        """The state after a step with these `stats`; `fits` does not matter to this rule."""
         always = (
             state.scale > 0
         )  # an array where the state is one, so a plain bool in `stats` becomes one
@@ -272,7 +273,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _scale(name: str, value: Any, exact: bool) -> float:
-    """`value` as a usable scale: its float32 form and the reciprocal of that are finite and not zero."""
+    """`value` as a scale that float32 can hold, and its reciprocal too."""
     number = _number(name, value)
     lowest, highest = FLOAT32.smallest_normal, FLOAT32.max
     if not lowest <= number <= highest:

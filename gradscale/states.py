@@ -1,10 +1,10 @@
 """Checkpoints of a scaler: our own format and torch's, as plain numbers.
 
-A checkpoint is torch's five keys, so that torch's own scaler can load it, and a block "gradscale" that says what
-those keys cannot. Nothing is said twice: the five keys hold the scale, the two factors, the interval and the counter
-of finite steps; the block holds the version, the policy's name, its other settings, the rest of its state and the
-engine's counters. `read` checks the form of everything before anything is used; what values a setting may have is
-the policy's to say.
+A checkpoint is torch's five keys, so that torch's own scaler can load it, and a block "gradscale"
+that says what those keys cannot. Nothing is said twice: the five keys hold the scale, the two
+factors, the interval and the counter of finite steps; the block holds the version, the policy's
+name, its other settings, the rest of its state and the engine's counters. `read` checks the form of
+everything before anything is used; what values a setting may have is the policy's to say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ VERSION = 1
 BLOCK = "gradscale"
 TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *TORCH_SETTINGS, "_growth_tracker")
-# What torch's keys say of a policy that does not move: torch's scaler then holds the scale still too.
+# What torch's keys say of a policy that does not move: torch's scaler then holds the scale still
+# too.
 _STILL = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 2000}
 
 
@@ -89,8 +90,8 @@ def _read_block(block: Any) -> tuple[str, dict[str, Any], dict[str, Any], dict[s
     try:
         if block["version"] != VERSION:
             raise StateError(
-                f"The state has version {block['version']!r}; this gradscale reads version {VERSION}. "
-                "Load it with the gradscale that wrote it."
+                f"The state has version {block['version']!r}; this gradscale reads version "
+                f"{VERSION}. Load it with the gradscale that wrote it."
             )
         state = {key: _counter(key, value) for key, value in dict(block["state"]).items()}
         counters = {key: _counter(key, value) for key, value in dict(block["counters"]).items()}
@@ -106,8 +107,8 @@ def _scale(value: Any) -> float:
         number = math.nan
     if not 0 < number < math.inf:
         raise StateError(
-            f"The state's scale must be a finite number > 0, got {value!r}. Nothing was loaded: the "
-            "run that saved it had lost its scale, so go on with a new scaler."
+            f"The state's scale must be a finite number > 0, got {value!r}. Nothing was loaded: "
+            "the run that saved it had lost its scale, so go on with a new scaler."
         )
     return number
 

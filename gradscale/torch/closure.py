@@ -1,8 +1,9 @@
 """Steps with a closure: LBFGS, line searches, SAM.
 
-Every evaluation sees unscaled gradients and the unscaled loss, and all of them one scale. Such a step moves the
-parameters between evaluations, so it is taken wholly or not at all: a snapshot undoes it when an evaluation
-overflows. That costs a copy of the parameters and of the optimizer's state, and it waits for the device.
+Every evaluation sees unscaled gradients and the unscaled loss, and all of them one scale. Such a
+step moves the parameters between evaluations, so it is taken wholly or not at all: a snapshot
+undoes it when an evaluation overflows. That costs a copy of the parameters and of the optimizer's
+state, and it waits for the device.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class ClosureStep:
         self._evaluations = 0
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the optimizer's `step` returned; None, with nothing changed, if it had to be undone."""
+        """What the optimizer's `step` returned; None, with nothing changed, if it was undone."""
         undo = _snapshot(self._optimizer)
         try:
             result = self._optimizer.step(self._evaluate, *args, **kwargs)
             if self.reading is None and not self._ready:
                 raise CallOrderError(
-                    "The optimizer never called the closure, and there were no scaled gradients before "
-                    "step(). Call scaler.scale(loss).backward() first."
+                    "The optimizer never called the closure, and there were no scaled gradients "
+                    "before step(). Call scaler.scale(loss).backward() first."
                 )
             if not self._parameters_finite():
                 raise _Undo
@@ -74,12 +75,12 @@ class ClosureStep:
         window = scaler._window
         if window is None or _passes(scaler) == passes:
             raise CallOrderError(
-                "The closure ran without scaling its loss. In the closure, call scaler.backward(loss) "
-                "instead of loss.backward(), and return the loss."
+                "The closure ran without scaling its loss. In the closure, call "
+                "scaler.backward(loss) instead of loss.backward(), and return the loss."
             )
         if scaler._last_scaled() is loss:
             raise CallOrderError(
-                "The closure returned the scaled loss. Return the loss itself: the optimizer compares losses."
+                "The closure returned the scaled loss. Return the loss itself, unscaled."
             )
         self._evaluations += 1
         self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale)
@@ -93,7 +94,8 @@ class ClosureStep:
             return loss
         if self._evaluations == 1:
             raise _Undo
-        # A trial step that went too far. As infinity the line search rejects it; NaN compares false with everything.
+        # A trial step that went too far. As infinity the line search rejects it; NaN compares false
+        # with everything.
         return torch.full_like(loss, torch.inf) if isinstance(loss, Tensor) else torch.inf
 
     def _parameters_finite(self) -> bool:
@@ -115,7 +117,9 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     values = [p.detach().clone() for p in params]
     state = {key: _copy(value) for key, value in optimizer.state.items()}
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
     settings = _copy(settings)
 
     def undo() -> None:

@@ -1,7 +1,8 @@
-"""The half of the scaler that holds a policy and its state: torch's getters, setters, checkpoints and pickling.
+"""The part of the scaler that holds a policy and its state: getters, setters, checkpoints.
 
-Settings live in the frozen policy and numbers in its state, both in one place; torch's names for them
-(`_growth_factor`, `_scale`, `_init_growth_tracker` ...) are views, because other people's code reads them.
+Settings live in the frozen policy and numbers in its state, both in one place; torch's names for
+them (`_growth_factor`, `_scale`, `_init_growth_tracker` ...) are views, because other people's code
+reads them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ScaleKeeper(torch.amp.GradScaler):
     _device: str
 
     def _keep(self, policy: Policy) -> None:
-        """Takes `policy` in its first state; the device is the one of the first tensor that comes."""
+        """Takes `policy` in its first state, on no device yet."""
         self._policy = policy
         self._initial: State = policy.init()
         self._state: State | None = None
@@ -107,7 +108,7 @@ class ScaleKeeper(torch.amp.GradScaler):
     # Getters and setters.
 
     def get_scale(self) -> float:
-        """The current scale, 1.0 if disabled. **Waits for the device.**"""
+        """The current scale, 1.0 if disabled. This **waits for the device**."""
         if not self._enabled:
             return 1.0
         return self._init_scale if self._state is None else float(self._state.scale)
@@ -131,7 +132,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         self._set("backoff_factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets how many consecutive finite steps make the scale grow; fewer than have passed already count."""
+        """Sets how many consecutive finite steps make the scale grow."""
         self._set("growth_interval", new_interval)
 
     def _set(self, name: str, value: Any) -> None:
@@ -147,11 +148,12 @@ class ScaleKeeper(torch.amp.GradScaler):
         if isinstance(new_scale, Tensor):
             if new_scale.numel() != 1 or new_scale.requires_grad:
                 raise SettingError(
-                    "new_scale must be a number or a tensor of one element that needs no gradient, got a tensor of "
-                    f"shape {tuple(new_scale.shape)} with requires_grad={new_scale.requires_grad}."
+                    "new_scale must be a number or a tensor of one element that needs no gradient, "
+                    f"got shape {tuple(new_scale.shape)}, requires_grad={new_scale.requires_grad}."
                 )
             if new_scale.device.type != "cpu":
-                # Reading it would wait for the device, so a bad one leaves the scale as it is instead of raising.
+                # Reading it would wait for the device, so a bad one leaves the scale as it is
+                # instead of raising.
                 wanted = move(new_scale.detach().reshape(()), scale.device).to(torch.float32)
                 low, high = self._bounds()
                 usable = torch.isfinite(wanted) & (wanted > 0)
@@ -176,7 +178,7 @@ class ScaleKeeper(torch.amp.GradScaler):
     # Moving.
 
     def _move(self, finite: Tensor, fits: Tensor, window: Window | None) -> None:
-        """Tells the policy what the gradients of `window` were like, and takes the state it answers with."""
+        """Tells the policy what the gradients of `window` were like, and takes its answer."""
         live = self._live("update()")
         loss_finite: Tensor | bool = True
         news = None
@@ -186,7 +188,8 @@ class ScaleKeeper(torch.amp.GradScaler):
             if window.finite is None:
                 loss_finite = self._loss_finite(window)
             else:
-                # A further update() for the same backward passes: only an overflow that is news counts.
+                # A further update() for the same backward passes: only an overflow that is news
+                # counts.
                 news = window.finite & ~finite
                 finite = finite & window.finite
             window.finite = finite
@@ -209,9 +212,9 @@ class ScaleKeeper(torch.amp.GradScaler):
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """The checkpoint: torch's five keys and a block "gradscale", plain numbers. **Waits for the device.**
+        """The checkpoint: torch's five keys and a block "gradscale", in plain numbers.
 
-        Empty if the scaler is disabled. Call it after `update()`.
+        Empty if the scaler is disabled. Call it after `update()`. **Waits for the device.**
         """
         if not self._enabled:
             return {}
@@ -227,12 +230,15 @@ class ScaleKeeper(torch.amp.GradScaler):
         return type(self._state)(*(value.item() for value in self._state)), int(self._bad_losses)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
-        """Takes over a checkpoint, ours or torch's; a StateError, with nothing loaded, if it cannot be read.
+        """Takes over a checkpoint, ours or torch's.
 
         Args:
-            state_dict: What `state_dict()` gave, here or in torch.
-            settings: Whether to take the settings as well, as torch does. False keeps the settings of this scaler
+            state_dict: What `state_dict()` gave, here or in torch. settings: Whether to take the
+            settings as well, as torch does. False keeps the settings of this scaler
                 and takes the scale and the counters alone.
+
+        Raises:
+            StateError: It cannot be read; nothing was loaded.
         """
         if not self._enabled:
             return
@@ -245,7 +251,7 @@ class ScaleKeeper(torch.amp.GradScaler):
             scale = min(max(scale, policy.min_scale), policy.max_scale)
         if scale != state.scale:
             warnings.warn(
-                f"The loaded scale {state.scale} lies outside min_scale and max_scale and becomes {scale}.",
+                f"The loaded scale {state.scale} is outside min_scale and max_scale: now {scale}.",
                 stacklevel=2,
             )
         self._policy = policy
@@ -284,7 +290,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         if self._enabled:
             if self._per_optimizer_states:
                 raise CallOrderError(
-                    "A GradScaler can be pickled or copied only between iterations: call update() first."
+                    "A GradScaler can be pickled only between iterations: call update() first."
                 )
             pickled["_initial"], pickled["_init_bad_losses"] = self._numbers()
             pickled["_state"] = pickled["_bad_losses"] = None

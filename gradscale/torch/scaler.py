@@ -1,8 +1,8 @@
 """The drop-in GradScaler: torch's calls in torch's order, without torch's defects.
 
-Here are its constructor, `step()` and `update()`; the policy's state is in keeper.py, scaling and unscaling are in
-scaling.py. Decisions stay on the device; the one place that must wait for it is the step of an optimizer that
-cannot skip by itself, exactly as in torch.
+Here are its constructor, `step()` and `update()`; the policy's state is in keeper.py, scaling and
+unscaling are in scaling.py. Decisions stay on the device; the one place that must wait for it is
+the step of an optimizer that cannot skip by itself, exactly as in torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch.closure import ClosureStep
-from gradscale.torch.contract import left_by, step_on_device
+from gradscale.torch.contract import step_on_device, writes_back
 from gradscale.torch.scaling import Scaling
 from gradscale.torch.unscale import params_with_grad, read, values_of
-from gradscale.torch.window import Window
+from gradscale.torch.window import Fate, Window
 
 
 class GradScaler(Scaling):
-    """Scales losses, unscales gradients, steps or skips, and moves the scale: `torch.amp.GradScaler`, mended.
+    """Scales losses, unscales gradients, steps or skips: `torch.amp.GradScaler`, mended.
 
         scaler = GradScaler("cuda")
         for inputs, targets in data:
@@ -87,10 +87,12 @@ class GradScaler(Scaling):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps `optimizer` unless a gradient is not finite; what its `step()` returned, or None.
 
-        A closure, by position or as `closure=`, computes the loss, calls `scaler.backward(loss)` and returns the
-        unscaled loss. All its evaluations have one scale, and the step is undone if one of them overflows.
+        A closure, by position or as `closure=`, computes the loss, calls `scaler.backward(loss)`
+        and returns the unscaled loss. All its evaluations have one scale, and the step is undone if
+        one of them overflows.
 
-        **Waits for the device** unless the optimizer can skip by itself (`fused=True` in torch.optim).
+        **Waits for the device** unless the optimizer can skip by itself (`fused=True` in
+        torch.optim).
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -101,7 +103,7 @@ class GradScaler(Scaling):
         state = self._per_optimizer_states[id(optimizer)]
         params = params_with_grad(optimizer)
         if not params:
-            self._warn_no_gradients(optimizer)
+            _warn_no_gradients(optimizer)
             state["stage"] = OptState.STEPPED
             window.use(optimizer)
             return None
@@ -121,20 +123,26 @@ class GradScaler(Scaling):
             result = step_on_device(optimizer, scale, skipped, args, kwargs)
             if scale is not None:
                 window.use(optimizer)
-                window.mark(params, left_by(optimizer, skipped, window.inv_scale))
+                self._mark_stepped(optimizer, window, skipped)
         else:
             result = None if bool(skipped) else optimizer.step(*args, **kwargs)
         self._skips.append((weakref.ref(optimizer), skipped))
         state["stage"] = OptState.STEPPED
         return result
 
+    def _mark_stepped(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
+        """Remembers gradients that went through `step_on_device` scaled."""
+        left = torch.where(skipped, window.inv_scale, torch.ones_like(window.scale))
+        fate = Fate.USED if writes_back(optimizer) else Fate.OPAQUE
+        window.mark(params_with_grad(optimizer), left, fate)
+
     def _step_with_scaler(
         self, optimizer: Optimizer, window: Window, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Steps an optimizer of the older contract, which asks the scaler for everything itself."""
         warnings.warn(
-            "torch deprecated optimizers whose step() takes grad_scaler. Read the attributes grad_scale and "
-            "found_inf instead.",
+            "torch deprecated optimizers whose step() takes grad_scaler. Read the attributes "
+            "grad_scale and found_inf instead.",
             FutureWarning,
             stacklevel=3,
         )
@@ -172,21 +180,13 @@ class GradScaler(Scaling):
         state["stage"] = OptState.STEPPED
         return result
 
-    def _warn_no_gradients(self, optimizer: Optimizer) -> None:
-        total = sum(len(group["params"]) for group in optimizer.param_groups)
-        warnings.warn(
-            f"step() did nothing: 0 of the {total} parameters of this {type(optimizer).__name__} have a gradient. "
-            "If that is not meant, is the loss detached, are all parameters frozen, or was the optimizer built "
-            "before the model was moved or rebuilt?",
-            stacklevel=3,
-        )
-
     # Moving the scale.
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale by the policy, or to `new_scale`, and ends the iteration.
 
-        Gradients of the open window keep the scale they were made with. Bad gradients of skipped steps are cleared.
+        Gradients of the open window keep the scale they were made with. Bad gradients of skipped
+        steps are cleared.
         """
         if not self._enabled:
             return
@@ -205,7 +205,7 @@ class GradScaler(Scaling):
         self._clear_skipped(wait=False)
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:
-        """What was found for every optimizer that was checked; nothing if none of them had gradients."""
+        """What was found for every optimizer that was checked and had gradients."""
         states = self._per_optimizer_states.values()
         found = [state["found_inf_per_device"] for state in states]
         if not any(found) and not any(state["stage"] is OptState.STEPPED for state in states):
@@ -217,7 +217,14 @@ class GradScaler(Scaling):
 
     def __getstate__(self) -> dict[str, Any]:
         pickled = super().__getstate__()
-        for name in ("_per_optimizer_states", "_fits", "_window", "_seen", "_skips", "_last_scaled"):
+        for name in (
+            "_per_optimizer_states",
+            "_fits",
+            "_window",
+            "_seen",
+            "_skips",
+            "_last_scaled",
+        ):
             pickled.pop(name)
         return pickled
 
@@ -235,3 +242,14 @@ def _take_closure(
     if args and (args[0] is None or callable(args[0])):
         return args[0], args[1:], kwargs
     return None, args, kwargs
+
+
+def _warn_no_gradients(optimizer: Optimizer) -> None:
+    """Warns the caller of `step()`, with what may be the cause."""
+    total = sum(len(group["params"]) for group in optimizer.param_groups)
+    warnings.warn(
+        f"step() did nothing: 0 of the {total} parameters of this {type(optimizer).__name__} "
+        "have a gradient. If that is not meant, is the loss detached, are all parameters "
+        "frozen, or was the optimizer built before the model was moved or rebuilt?",
+        stacklevel=3,
+    )

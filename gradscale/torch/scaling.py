@@ -1,7 +1,7 @@
-"""The half of the scaler that multiplies and divides: windows, unscaling, clipping.
+"""The part of the scaler that multiplies and divides: windows, unscaling, clipping.
 
-Each optimizer goes through READY, UNSCALED and STEPPED until `update()`, as in torch, and every gradient belongs to
-a window that knows its scale. What is found stays on the device.
+Each optimizer goes through READY, UNSCALED and STEPPED until `update()`, as in torch, and every
+gradient belongs to a window that knows its scale. What is found stays on the device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Scaling(ScaleKeeper):
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
 
     def _reset(self) -> None:
-        """Makes every optimizer READY; what was found is under torch's names, and what fits beside it."""
+        """Makes every optimizer READY; what was found is kept under torch's names."""
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(
             _refresh_per_optimizer_state
         )
@@ -77,8 +77,8 @@ class Scaling(ScaleKeeper):
             scaled_items = map(self.scale, outputs)
             if not isinstance(outputs, list | tuple):
                 return scaled_items
-            make = getattr(outputs, "_make", type(outputs))  # a namedtuple is not made from one iterable
-            return make(scaled_items)
+            # A namedtuple is not made from one iterable.
+            return getattr(outputs, "_make", type(outputs))(scaled_items)
         raise ValueError(
             f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}."
         )
@@ -91,16 +91,15 @@ class Scaling(ScaleKeeper):
     def grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled.
 
-        For gradient penalties. Half gradients come back in float32, because unscaled they could vanish. Gradients
-        that are not finite count as an overflow in the next `update()`.
+        For gradient penalties. float16 gradients come back in float32, because unscaled they could
+        vanish. Gradients that are not finite count as an overflow in the next `update()`.
         """
         if not self._enabled:
             return torch.autograd.grad(outputs, inputs, **kwargs)
         several = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        windows = [self._open(output) for output in several]
-        scaled = [_times(o, w.scale) for o, w in zip(several, windows, strict=True)]
+        scaled = [_times(output, self._open(output).scale) for output in several]
         grads = torch.autograd.grad(scaled, inputs, **kwargs)
-        window = windows[-1]
+        window = self._open(several[0])
         window.note_penalty(grads)
         return tuple(None if g is None else _times(g, window.inv_scale) for g in grads)
 
@@ -134,8 +133,8 @@ class Scaling(ScaleKeeper):
     def _clear_skipped(self, wait: bool) -> None:
         """Sets the bad gradients of skipped steps to 0, so that they are not added to.
 
-        Where the host does not know whether a step was skipped, this is put off (`wait=False`) until the next loss
-        is scaled: by then the gradients are usually gone.
+        Where the host does not know whether a step was skipped, this is put off (`wait=False`)
+        until the next loss is scaled: by then the gradients are usually gone.
         """
         later = []
         for ref, skipped in self._skips:
@@ -155,9 +154,10 @@ class Scaling(ScaleKeeper):
     # Unscaling.
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of `optimizer` by their scale, in place, so that they can be clipped or read.
+        """Divides the gradients of `optimizer` by their scale, in place, for clipping or reading.
 
-        Half gradients can lose small values by that; `step()` and `clip_grad_norm_` do not need it.
+        float16 gradients stay float16, so small values can vanish by that, as they can in `step()`
+        of an optimizer that does not unscale by itself.
         """
         if not self._enabled:
             return
@@ -167,16 +167,16 @@ class Scaling(ScaleKeeper):
     def _use(self, optimizer: Optimizer, call: str, stages: Sequence[OptState]) -> Window:
         """The window whose gradients `optimizer` may use now; a CallOrderError if there is none."""
         self._live(f"{call}()")
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        stage = self._stage(optimizer)
         if stage is OptState.STEPPED:
             raise CallOrderError(
-                f"{call}() was called after step() for the same optimizer. Call update() once per iteration, "
-                "after the last step()."
+                f"{call}() was called after step() for the same optimizer. Call update() once per "
+                "iteration, after the last step()."
             )
         if stage not in stages:
             raise CallOrderError(
-                f"{call}() was called twice for the same optimizer: the gradients are unscaled already. Call "
-                "step() and update() before the next one."
+                f"{call}() was called twice for the same optimizer: the gradients are unscaled "
+                "already. Call step() and update() before the next one."
             )
         window = self._window
         if window is None or (stage is OptState.READY and window.used_by(optimizer)):
@@ -189,6 +189,11 @@ class Scaling(ScaleKeeper):
             window = self._renew(window)  # scaled by hand, with get_scale()
         self._seen.add(optimizer)
         return window
+
+    def _stage(self, optimizer: Optimizer) -> OptState:
+        """Where `optimizer` stands in this iteration."""
+        states = self._per_optimizer_states  # a defaultdict: only looking must not make an entry
+        return states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
 
     def _unscale(self, optimizer: Optimizer, window: Window) -> None:
         """Unscales in place and records what was found."""
@@ -215,20 +220,23 @@ class Scaling(ScaleKeeper):
         state["stage"] = stage
 
     def _recheck(self, optimizer: Optimizer, window: Window) -> None:
-        """Reads unscaled gradients again if they may have been edited; what is not finite now does not fit."""
+        """Reads unscaled gradients again if they may have been edited since."""
         params = params_with_grad(optimizer)
         if not window.edited(params):
             return
         reading = read(values_of(params), torch.ones_like(window.scale))
-        spoilt = self._found(reading.found_inf) & ~self._found(self._found_inf_per_device(optimizer))
+        spoilt = self._found(reading.found_inf) & ~self._found(
+            self._found_inf_per_device(optimizer)
+        )
         self._record(optimizer, Reading({}, ~spoilt), OptState.UNSCALED)
         window.mark(params)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """The 2-norm of the unscaled gradients, which are unscaled and clipped to `max_norm` in place.
+        """The 2-norm of the unscaled gradients, after unscaling and clipping them in place.
 
-        Does what `unscale_` and `torch.nn.utils.clip_grad_norm_` do together, in fewer passes over memory, and
-        `step()` then does not read the gradients again. The norm is NaN if the step is going to be skipped.
+        Does what `unscale_` and `torch.nn.utils.clip_grad_norm_` do together, in fewer passes over
+        memory, and `step()` then does not read the gradients again. The norm is NaN if the step is
+        going to be skipped.
         """
         if not max_norm > 0:
             raise SettingError(f"max_norm must be > 0, got {max_norm}.")
@@ -236,7 +244,7 @@ class Scaling(ScaleKeeper):
         if not self._enabled:
             return torch.nn.utils.clip_grad_norm_(params, max_norm)
         window = self._use(optimizer, "clip_grad_norm_", (OptState.READY, OptState.UNSCALED))
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        stage = self._stage(optimizer)
         if stage is OptState.READY and window.split(params)[1]:
             self._unscale(optimizer, window)
             stage = OptState.UNSCALED
@@ -273,14 +281,14 @@ class Scaling(ScaleKeeper):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Unscales the gradients of `optimizer`; torch's helper, for its tests and for subclasses."""
+        """Unscales the gradients of `optimizer` by `inv_scale`; torch's helper."""
         return unscale(values_of(params_with_grad(optimizer)), inv_scale).found_inf
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """float32 flags of what is not finite, per device, without unscaling."""
         window = self._use(optimizer, "_check_inf_per_device", (OptState.READY, OptState.UNSCALED))
         reading = read(values_of(params_with_grad(optimizer)), window.inv_scale)
-        self._record(optimizer, reading, self._per_optimizer_states[id(optimizer)]["stage"])
+        self._record(optimizer, reading, self._stage(optimizer))
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
@@ -292,13 +300,13 @@ def _no_tensor() -> None:
 
 
 def _times(value: Tensor, factor: Tensor) -> Tensor:
-    """`value` times the float32 `factor`; a float16 value becomes float32, where the product has room."""
+    """`value` times the float32 `factor`, in float32 where `value` is float16."""
     wide = value.float() if value.dtype is torch.float16 else value
     return wide * move(factor, value.device)
 
 
 def _losses_tell() -> bool:
-    """Whether a non-finite loss spares the scale: not where other ranks, unasked, may have seen a finite one."""
+    """Whether a non-finite loss spares the scale: not where other ranks may have a finite one."""
     distributed = torch.distributed
     alone = not (distributed.is_available() and distributed.is_initialized())
     return alone or distributed.get_world_size() == 1

@@ -1,9 +1,9 @@
 """Reading and unscaling gradients: the reference path, in plain torch operations on any device.
 
-One read gives the largest magnitude of every tensor, and that is enough: a NaN or an infinity shows in it, and
-whether the unscaled values fit their format follows from the largest alone, because rounding is monotone. Nothing
-here waits for a device; on the CPU, where reading a number costs nothing, the flags pick the cheaper path.
-There is no float64, because some devices have none.
+One read gives the largest magnitude of every tensor, and that is enough: a NaN or an infinity shows
+in it, and whether the unscaled values fit their format follows from the largest alone, because
+rounding is monotone. Nothing here waits for a device; on the CPU, where reading a number costs
+nothing, the flags pick the cheaper path. There is no float64, because some devices have none.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Below, a norm is taken of values times 2**-100, 1 or 2**100, whichever keeps the squares within float32.
+# Below, a norm is taken of values times 2**-100, 1 or 2**100, whichever keeps the squares within
+# float32.
 _LARGE, _SMALL, _SHIFT = 2.0**40, 2.0**-30, 2.0**100
-# Elements of temporary copies at a time, so that a norm never doubles the memory of the gradients (256 MiB).
+# Elements of temporary copies at a time, so that a norm never doubles the memory of the gradients
+# (256 MiB).
 _CHUNK = 2**26
 
 
@@ -47,9 +49,10 @@ def params_with_grad(optimizer: Optimizer) -> list[Tensor]:
 
 
 def values_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """The stored numbers of the gradients of `params`, as real dense tensors that share their memory.
+    """The numbers of the gradients of `params`, as real dense tensors that share their memory.
 
-    A sparse gradient is coalesced first, because duplicates add up and the sum may overflow; that replaces `.grad`.
+    A sparse gradient is coalesced first, because duplicates add up and the sum may overflow; that
+    replaces `.grad`.
     """
     values = []
     for param in params:
@@ -69,12 +72,12 @@ def values_of(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def read(values: Sequence[Tensor], inv_scale: Tensor) -> Reading:
-    """Whether `values` are finite, and would still be when multiplied by `inv_scale` where they are stored."""
+    """Whether `values` are finite, and would be when multiplied by `inv_scale` where they are."""
     return _survey(values, inv_scale)[0]
 
 
 def _survey(values: Sequence[Tensor], inv_scale: Tensor) -> tuple[Reading, Tensor]:
-    """The reading of `values`, and their largest magnitude in float32 on the device of the scale."""
+    """The reading of `values`, and their largest magnitude (float32, where the scale is)."""
     found_inf = _clean(values)
     fits = torch.ones_like(inv_scale, dtype=torch.bool)
     largest = torch.zeros_like(inv_scale)
@@ -82,7 +85,8 @@ def _survey(values: Sequence[Tensor], inv_scale: Tensor) -> tuple[Reading, Tenso
         amax = _amax(group)
         infinite = ~torch.isfinite(amax)
         found_inf[device] = torch.maximum(found_inf[device], infinite.float())
-        # What is infinite already does not fail to fit: the scale that made it was too high, not too low.
+        # What is infinite already does not fail to fit: the scale that made it was too high, not
+        # too low.
         unscaled = _widen(amax) * move(inv_scale, device)
         fitting = torch.isfinite(unscaled.to(dtype)) | infinite
         fits = fits & move(fitting, fits.device)
@@ -96,7 +100,8 @@ def unscale(values: Sequence[Tensor], inv_scale: Tensor) -> Reading:
         reading = read(values, inv_scale)
         multiply(values, inv_scale)
         return reading
-    # Unscaling by at most 1 always fits, and torch's own kernel checks on the way: one pass instead of two.
+    # Unscaling by at most 1 always fits, and torch's own kernel checks on the way: one pass instead
+    # of two.
     found_inf = _clean(values)
     for (device, dtype), group in _group(values).items():
         if device.type == "cpu" and dtype in (torch.float32, torch.float64):
@@ -132,11 +137,12 @@ def clear(values: Sequence[Tensor], where: Tensor) -> None:
 
 
 def read_norm(values: Sequence[Tensor], inv_scale: Tensor) -> tuple[Reading, Norm]:
-    """What `read` says, and the 2-norm of all `values` together, which means nothing if they are not finite."""
+    """What `read` says, and the 2-norm of all `values`, which means nothing if not finite."""
     one = torch.ones_like(inv_scale)
     if readable(inv_scale) and float(inv_scale) <= 1:
         root = _root(values, one)
-        # A norm in this range says by itself that nothing is infinite: one read instead of two. False for NaN, too.
+        # A norm in this range says by itself that nothing is infinite: one read instead of two.
+        # False for NaN, too.
         if _SMALL < float(root) < _LARGE and all(readable(value) for value in values):
             return Reading(_clean(values), one > 0), Norm(root, one)
     reading, amax = _survey(values, inv_scale)
@@ -171,12 +177,12 @@ def _chunks(group: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def move(value: Tensor, device: torch.device) -> Tensor:
-    """`value` on `device`. Waits only where it must: a copy to the CPU that nobody waits for is read too early."""
+    """`value` on `device`; waits for a copy to the CPU, which would be read too early."""
     return value.to(device, non_blocking=device.type != "cpu")
 
 
 def _group(values: Sequence[Tensor]) -> Groups:
-    """The values that have elements, by device and dtype: what a foreach operation takes at once."""
+    """The values that have elements, by device and dtype, as a foreach operation takes them."""
     groups: Groups = defaultdict(list)
     for value in values:
         if value.numel():
@@ -187,7 +193,8 @@ def _group(values: Sequence[Tensor]) -> Groups:
 def _amax(group: list[Tensor]) -> Tensor:
     """The largest magnitude in `group`, NaN if there is one, in its own dtype."""
     if group[0].device.type == "cpu":
-        # 16 times as fast as foreach's infinity norm on the CPU (4.6 ms against 75 ms for 52 M float32, 2 cores).
+        # 16 times as fast as foreach's infinity norm on the CPU (4.6 ms against 75 ms for 52 M
+        # float32, 2 cores).
         ends = [end for value in group for end in torch.aminmax(value)]
         return torch.stack(ends).abs().amax()
     return torch.stack(torch._foreach_norm(group, float("inf"))).amax()

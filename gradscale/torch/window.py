@@ -1,8 +1,9 @@
-"""A window: all backward passes between two steps, with one scale, and what became of their gradients.
+"""A window: all backward passes between two steps, and what became of their gradients.
 
-Gradients remember the scale they were made with by belonging to a window, which holds a snapshot of it: an
-`update()` that comes early, late or twice cannot change what they are divided by. A `Mark` remembers one gradient as
-it was when somebody used it or passed it by, so that nothing is divided twice and nothing left over is added to.
+Gradients remember the scale they were made with by belonging to a window, which holds a snapshot of
+it: an `update()` that comes early, late or twice cannot change what they are divided by. A `Mark`
+remembers one gradient as it was when somebody used it or passed it by, so that nothing is divided
+twice and nothing left over is added to.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Fate(Enum):
     USED = "an optimizer has had it"
     PASSED = "its window closed without an optimizer using it"
     CLEARED = "its step was skipped, and it was set to 0"
+    OPAQUE = "an optimizer has had it, which may or may not have unscaled it in place"
 
 
 class Mark:
@@ -47,7 +49,7 @@ class Mark:
         return grad is not None and param.grad is grad
 
     def untouched(self) -> bool:
-        """Whether the gradient is still where it was and nobody wrote to it: not even to clear it."""
+        """Whether the gradient is still in its place and nobody wrote to it, even to clear it."""
         param, grad = self.param(), self.grad()
         return (
             param is not None
@@ -89,7 +91,7 @@ class Window:
         self._stale: Marks = {}
 
     def watch(self, scaled: Tensor) -> None:
-        """Looks, when the backward pass of `scaled` begins, which gradients of older windows are still there.
+        """Looks, when the backward pass of `scaled` begins, which older gradients are still there.
 
         Not earlier: they may be cleared between `scale()` and `backward()`.
         """
@@ -128,7 +130,7 @@ class Window:
     def mark(
         self, params: Iterable[Tensor], left: Tensor | None = None, fate: Fate = Fate.USED
     ) -> None:
-        """Remembers the gradients of `params` as they are now, and what they must still be multiplied by."""
+        """Remembers the gradients of `params` as they are now, with what is `left` in them."""
         for param in params:
             if param.grad is not None:
                 self._marks[id(param)] = Mark(param, fate, self.passes, left)
@@ -155,7 +157,7 @@ class Window:
         return False
 
     def split(self, params: list[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Mark]]]:
-        """The `params` whose gradients carry this window's scale, and those with something else left in them.
+        """The `params` whose gradients have this window's scale, and those with something else.
 
         Raises:
             CallOrderError: gradients of different scales were added up, which nothing can undo.
@@ -172,36 +174,45 @@ class Window:
         return fresh, other
 
     def _other(self, param: Tensor) -> Mark | None:
-        """The mark that says what is left in the gradient of `param`; None if it is this window's scale."""
+        """The mark that says what is left in this gradient; None if it is this window's scale."""
         mark = self._marks.get(id(param))
         if mark is not None and mark.is_of(param):
             if mark.left is self.inv_scale:
                 return None
+            if mark.fate is Fate.OPAQUE:
+                raise CallOrderError(
+                    "A parameter that two optimizers share was stepped by one that unscales by "
+                    "itself. Call scaler.unscale_() for that optimizer before its step()."
+                )
             if mark.passes == self.passes or mark.untouched():
                 return mark
             raise CallOrderError(
-                "A parameter that two optimizers share was unscaled for the first one, and then another backward "
-                "pass may have added to it. Call zero_grad(set_to_none=True) before that backward pass."
+                "A parameter that two optimizers share was unscaled for the first one, and then "
+                "another backward pass may have added to it. Call zero_grad(set_to_none=True) "
+                "before that backward pass."
             )
         mark = self._stale.get(id(param))
         if mark is None or not mark.is_of(param):
             return None
-        if mark.fate is Fate.USED:
+        if mark.fate is not Fate.PASSED:
             raise CallOrderError(
-                "Gradients of an earlier step were left in .grad, unscaled, and this window's scaled gradients "
-                "were added to them. Call optimizer.zero_grad() after every step, before the next backward()."
+                "Gradients of an earlier step were left in .grad, unscaled, and scaled ones were "
+                "added to them. Call optimizer.zero_grad() between step() and the next backward()."
             )
         if mark.untouched():
             return mark
-        if mark.left is not None and bool(mark.left != self.inv_scale):  # waits for the device, but only in this rare case
+        if mark.left is not None and bool(
+            mark.left != self.inv_scale
+        ):  # waits for the device, but only in this rare case
             raise CallOrderError(
-                "Gradients of an earlier window, made with another scale, were left in .grad and added to. Call "
-                "optimizer.zero_grad() before the backward pass, or step this optimizer before every update()."
+                "Gradients made with another scale were left in .grad and added to. Call "
+                "optimizer.zero_grad() before the backward pass, or step this optimizer before "
+                "every update()."
             )
         return None
 
     def close(self, seen: Iterable[torch.optim.Optimizer]) -> None:
-        """Ends the window once it was used, remembering the gradients that `seen` optimizers passed by."""
+        """Ends the window if it was used; remembers gradients that `seen` optimizers passed by."""
         if not self.used:
             return
         self.closed = True
@@ -212,7 +223,7 @@ class Window:
                 for param in group["params"]:
                     if param.grad is None or id(param) in self._marks:
                         continue
-                    older = self._stale.get(id(param))
+                    older = self._stale.get(id(param)) or self._suspects.get(id(param))
                     if older is not None and older.fate is Fate.PASSED and older.untouched():
                         self._marks[id(param)] = older
                     else:
