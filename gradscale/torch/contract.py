@@ -70,5 +70,5 @@ def _without_momentum(optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor
 
 
 def writes_back(optimizer: Optimizer) -> bool:
-    """Whether `step_on_device` with a scale is known to leave unscaled gradients, unless it skips."""
+    """Whether `step_on_device` with a scale surely leaves unscaled gradients where it steps."""
     return type(optimizer).__module__.startswith("torch.optim")

@@ -159,25 +159,24 @@ class GradScaler(Scaling):
         kwargs: dict[str, Any],
     ) -> Any:
         """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            self._use(optimizer, "step", ())
+        if self._stage(optimizer) is OptState.STEPPED:
+            self._use(optimizer, "step", ())  # says what is wrong
         window = self._window
-        fresh = window is not None and not window.closed and not window.used_by(optimizer)
-        if fresh and state["stage"] is OptState.READY and params_with_grad(optimizer):
-            self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
-        elif state["stage"] is OptState.UNSCALED and window is not None:
+        if window is not None and self._stage(optimizer) is OptState.UNSCALED:
             self._recheck(optimizer, window)
-        ready = state["stage"] is OptState.UNSCALED
+        elif window is not None and not window.closed and not window.used_by(optimizer):
+            if params_with_grad(optimizer):
+                self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
+        ready = self._stage(optimizer) is OptState.UNSCALED
         run = ClosureStep(self, optimizer, closure, ready)
         result = None if ready and bool(self._skipped(optimizer)) else run.step(args, kwargs)
         if run.reading is not None:
             self._record(optimizer, run.reading, OptState.UNSCALED)
-        window = self._use(optimizer, "step", tuple(OptState))
+        window = self._use(optimizer, "step", (OptState.UNSCALED,))
         window.use(optimizer)
         window.mark(params_with_grad(optimizer))
         self._skips.append((weakref.ref(optimizer), self._skipped(optimizer)))
-        state["stage"] = OptState.STEPPED
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         return result
 
     # Moving the scale.
@@ -220,6 +219,7 @@ class GradScaler(Scaling):
         for name in (
             "_per_optimizer_states",
             "_fits",
+            "_held",
             "_window",
             "_seen",
             "_skips",

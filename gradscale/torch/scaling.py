@@ -57,6 +57,8 @@ class Scaling(ScaleKeeper):
             _refresh_per_optimizer_state
         )
         self._fits: dict[int, Tensor] = {}
+        # torch's names key by id(optimizer); holding the optimizer keeps its id from being reused.
+        self._held: dict[int, Optimizer] = {}
 
     # Scaling.
 
@@ -188,6 +190,7 @@ class Scaling(ScaleKeeper):
                 )
             window = self._renew(window)  # scaled by hand, with get_scale()
         self._seen.add(optimizer)
+        self._held[id(optimizer)] = optimizer
         return window
 
     def _stage(self, optimizer: Optimizer) -> OptState:

@@ -1,0 +1,442 @@
+"""A skipped step leaves no trace: parameters, optimizer state and step counters stay bit-identical.
+
+For every optimizer of torch.optim that takes dense gradients, in every form that runs on the CPU,
+and for three third-party ones. Each is spoilt with an infinity or a NaN in one gradient element,
+then trained on beside a twin that never met it: from there on the two must agree in every bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from gradscale.torch import GradScaler, contract, scaling, unscale
+
+# Looking.
+
+Picture = dict[str, Any]
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The numbers in `value` by path, to be compared with `==`: which here means by bits.
+
+    A tensor becomes its dtype, shape and bytes, so 0.0 is not -0.0, and a NaN is itself but no
+    other NaN. A tensor subclass is taken apart: its own idea of a copy or of equality counts for
+    nothing.
+    """
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from leaves(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        yield path, (value.dtype, tuple(value.shape), bytes(raw.tolist()))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}.{index}")
+    else:
+        yield path, (type(value), struct.pack("d", value) if type(value) is float else value)
+
+
+def picture(optimizer: optim.Optimizer) -> Picture:
+    """All that a step can change: parameters, state, and the settings and counters of the groups."""
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"]]
+    assert set(optimizer.state) <= set(params)
+    whole = {
+        "param": [param.detach() for param in params],
+        "state": [optimizer.state.get(param, {}) for param in params],
+        "group": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+    }
+    return dict(leaves(whole, ""))
+
+
+def traces(before: Picture, after: Picture) -> list[str]:
+    """The paths at which a skipped step left a trace.
+
+    State may appear at its initial values: zeros in all optimizers that make state and then skip.
+    """
+    return [
+        path
+        for path in before | after
+        if before.get(path) != after.get(path)
+        and (path in before or not starts_at_zero(path, after))
+    ]
+
+
+def starts_at_zero(path: str, after: Picture) -> bool:
+    """Whether `path` is state made of zero bytes."""
+    value = after[path][-1]
+    return path.startswith(".state") and isinstance(value, bytes) and not any(value)
+
+
+# What is stepped.
+
+
+class Form(NamedTuple):
+    """One way to make an optimizer."""
+
+    name: str
+    make: Callable[[list[nn.Parameter]], optim.Optimizer]
+    routes: tuple[str, ...] = ("step", "unscale", "clip", "edit", "closure")
+    shapes: tuple[tuple[int, ...], ...] = ((4, 3), (5,), (2, 2))
+    """Of the parameters. The last one never gets a gradient."""
+    two_pass: bool = False
+    """Whether it wants gradients before the step and a closure as well."""
+
+
+ANY = {"plain": {}, "tensor-lr": {"lr": torch.tensor(0.02)}}
+DECAY = {"decay": {"weight_decay": 0.1}}
+MAXIMIZE = {"maximize": {"maximize": True}}
+COMMON = ANY | DECAY | MAXIMIZE
+AMSGRAD = {"amsgrad": {"amsgrad": True, "weight_decay": 0.1}}
+DECOUPLED = {"decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True}}
+
+VARIANTS: dict[type[optim.Optimizer], dict[str, dict[str, Any]]] = {
+    optim.ASGD: COMMON | {"average": {"t0": 1.0, "lambd": 0.1}},
+    optim.Adadelta: COMMON,
+    optim.Adafactor: COMMON,
+    optim.Adagrad: COMMON | {"lr-decay": {"lr_decay": 0.1, "initial_accumulator_value": 0.5}},
+    optim.Adam: COMMON | AMSGRAD | DECOUPLED,
+    optim.AdamW: COMMON | AMSGRAD,
+    optim.Adamax: COMMON,
+    optim.LBFGS: ANY | {"wolfe": {"line_search_fn": "strong_wolfe"}},
+    optim.Muon: ANY | DECAY | {"not-nesterov": {"nesterov": False}},
+    optim.NAdam: COMMON | DECOUPLED,
+    optim.RAdam: COMMON | DECOUPLED,
+    optim.RMSprop: COMMON
+    | {"centered": {"centered": True}, "momentum": {"momentum": 0.9, "centered": True}},
+    optim.Rprop: ANY | MAXIMIZE,
+    optim.SGD: COMMON
+    | {
+        "momentum": {"momentum": 0.9},
+        "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        "dampening": {"momentum": 0.9, "dampening": 0.5},
+        "momentum-maximize": {"momentum": 0.9, "maximize": True},
+    },
+}
+LEFT_OUT = {optim.Optimizer: "is the base class", optim.SparseAdam: "takes no dense gradients"}
+
+MODES: dict[str, dict[str, Any]] = {
+    "single": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+def modes_of(kind: type[optim.Optimizer]) -> dict[str, dict[str, Any]]:
+    """The modes that the constructor of `kind` has arguments for, each also as capturable."""
+    takes = inspect.signature(kind).parameters
+    modes = {name: mode for name, mode in MODES.items() if mode.keys() <= takes.keys()} or {"": {}}
+    if "capturable" in takes:
+        capturable = {"capturable": True}
+        modes |= {f"{name}-capturable": mode | capturable for name, mode in modes.items()}
+    return modes
+
+
+def refused(kind: type[optim.Optimizer], settings: dict[str, Any]) -> bool:
+    """Whether torch has no such form on the CPU; `test_refused_forms_do_not_run` holds it to that."""
+    if settings.get("capturable"):
+        return not settings.get("fused")
+    tensor_lr = isinstance(settings["lr"], Tensor)
+    return tensor_lr and settings.get("foreach") is True and kind in (optim.Adam, optim.AdamW)
+
+
+def torch_forms() -> Iterator[tuple[Form, bool]]:
+    """Every combination of class, mode and variant, and whether torch refuses it on the CPU."""
+    for kind, variants in VARIANTS.items():
+        for (mode, chosen), (variant, extra) in itertools.product(
+            modes_of(kind).items(), variants.items()
+        ):
+            settings = {"lr": 0.02, **chosen, **extra}
+
+            def make(
+                params: list[nn.Parameter], kind: Any = kind, settings: dict[str, Any] = settings
+            ) -> optim.Optimizer:
+                lr = settings["lr"]
+                own = {"lr": lr.clone()} if isinstance(lr, Tensor) else {}
+                return kind(params, **settings | own)
+
+            form = Form("-".join(filter(None, (kind.__name__, mode, variant))), make)
+            if kind is optim.LBFGS:
+                form = form._replace(routes=("closure", "closure-later"))
+            if kind is optim.Muon:
+                form = form._replace(shapes=((4, 3), (3, 5), (2, 2)))
+            yield form, refused(kind, settings)
+
+
+# Third-party optimizers. Those that are not installed are skipped. Why these packages: pyproject.
+
+
+def adamw8bit(params: list[nn.Parameter]) -> optim.Optimizer:
+    optimizer = pytest.importorskip("torchao.optim").AdamW8bit(params, lr=0.02)
+    # It compiles its step, which takes half a minute and a C compiler.
+    optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
+    return optimizer
+
+
+def muon(params: list[nn.Parameter]) -> optim.Optimizer:
+    groups = [
+        {"params": [p for p in params if (p.ndim == 2) is use_muon], "use_muon": use_muon}
+        for use_muon in (True, False)
+    ]
+    return pytest.importorskip("pytorch_optimizer").Muon(groups, lr=0.02)
+
+
+def sam(params: list[nn.Parameter]) -> optim.Optimizer:
+    library = pytest.importorskip("pytorch_optimizer")
+    return library.SAM(params, optim.SGD, rho=0.05, lr=0.02, momentum=0.9)
+
+
+THIRD_PARTY = [
+    Form("torchao-AdamW8bit", adamw8bit, shapes=((64, 64), (5,), (2, 2))),  # smaller ones: 32 bits
+    Form("pytorch_optimizer-Muon", muon),
+    Form("pytorch_optimizer-SAM", sam, two_pass=True),
+]
+TORCH = list(torch_forms())
+FORMS = [form for form, refused_ in TORCH if not refused_] + THIRD_PARTY
+REFUSED = [form for form, refused_ in TORCH if refused_]
+
+
+class Bad(NamedTuple):
+    """What is planted, and where: which element of which parameter."""
+
+    value: float
+    param: int
+    element: int
+
+
+BADS = [Bad(math.inf, 0, -1), Bad(-math.inf, 1, 0), Bad(math.nan, 1, -1)]
+SPOILT = 100  # the batch of the skipped step; the good ones count from 0
+
+
+class Trainer:
+    """Parameters, their optimizer and a scaler."""
+
+    def __init__(self, form: Form, scaler: type[torch.amp.GradScaler] = GradScaler) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.params = [nn.Parameter(torch.randn(s, generator=random)) for s in form.shapes]
+        self.form = form
+        self.optimizer = form.make(self.params)
+        self.scaler: Any = scaler("cpu", init_scale=2.0**10)
+
+    def backward(self, batch: int) -> Tensor:
+        """The loss of `batch`, after its scaled backward pass."""
+        random = torch.Generator().manual_seed(1 + batch)
+        distances = [p - torch.randn(p.shape, generator=random) for p in self.params[:-1]]
+        loss = torch.stack([(d**2 + d.cos()).sum() for d in distances]).sum()
+        self.scaler.scale(loss).backward()
+        return loss
+
+    def plant(self, bad: Bad) -> None:
+        """Spoils one element of one gradient."""
+        self.params[bad.param].grad.view(-1)[bad.element] = bad.value
+
+    def step(self, batch: int, route: str, bad: Bad | None = None) -> Any:
+        """One iteration, without zero_grad(); what the scaler's `step()` returned.
+
+        `bad` is planted where `route` says: before the call it is named after, after it ("edit"),
+        or in an evaluation of the closure, the first or the third.
+        """
+        scaler, optimizer = self.scaler, self.optimizer
+        by_closure = route.startswith("closure")
+        evaluations = itertools.count(1)
+        spoilt_evaluation = (3 if route == "closure-later" else 1) if by_closure and bad else None
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.backward(batch)
+            if next(evaluations) == spoilt_evaluation and bad:
+                self.plant(bad)
+            return loss
+
+        if not by_closure or self.form.two_pass:
+            self.backward(batch)
+            if bad and route in ("step", "unscale", "clip"):
+                self.plant(bad)
+            if route in ("unscale", "edit"):
+                scaler.unscale_(optimizer)
+            if route == "clip":
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            if bad and route == "edit":
+                self.plant(bad)
+        args = [closure] if by_closure or self.form.two_pass else []
+        result = scaler.step(optimizer, *args)
+        scaler.update()
+        assert spoilt_evaluation is None or next(evaluations) == spoilt_evaluation + 1
+        return result
+
+    def good_step(self, batch: int, route: str) -> None:
+        """An iteration that is applied, with zero_grad() after it."""
+        before = picture(self.optimizer)
+        self.step(batch, route)
+        changed = traces(before, picture(self.optimizer))
+        assert {".param.0", ".param.1"} <= set(changed)
+        self.optimizer.zero_grad()
+
+
+def cases(forms: list[Form]) -> list[Any]:
+    """Every form with each of its routes."""
+    return [
+        pytest.param(form, route, id=f"{form.name}-{route}")
+        for form in forms
+        for route in form.routes
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fills what `torch.empty` gives with NaN, so that whoever reads it shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check_skip(form: Form, route: str, bad: Bad, good_steps: int, cleared: bool = True) -> None:
+    """Skips a step after `good_steps` good ones, looks for traces, and trains on beside a twin."""
+    trained, twin = Trainer(form), Trainer(form)
+    for batch in range(good_steps):
+        trained.good_step(batch, route)
+        twin.good_step(batch, route)
+    before, scale = picture(trained.optimizer), trained.scaler.get_scale()
+    assert trained.step(SPOILT, route, bad) is None
+    assert traces(before, picture(trained.optimizer)) == []
+    # No scale could have prevented what the user has planted after unscale_().
+    assert trained.scaler.get_scale() == (scale if route == "edit" else scale / 2)
+    if cleared:
+        assert not any(p.grad.count_nonzero() for p in trained.params if p.grad is not None)
+    for batch in range(good_steps, good_steps + 2):
+        trained.good_step(batch, route)
+        twin.good_step(batch, route)
+        assert picture(trained.optimizer) == picture(twin.optimizer)
+
+
+@pytest.mark.parametrize("good_steps", [0, 2], ids=["first", "later"])
+@pytest.mark.parametrize(("form", "route"), cases(FORMS))
+def test_skip_leaves_no_trace(form: Form, route: str, good_steps: int) -> None:
+    for bad in BADS:
+        check_skip(form, route, bad, good_steps)
+
+
+@pytest.mark.parametrize("good_steps", [0, 2], ids=["first", "later"])
+@pytest.mark.parametrize(("form", "route"), cases([f for f in FORMS if "-fused" in f.name]))
+def test_skip_decided_on_the_device_leaves_no_trace(
+    form: Form, route: str, good_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a GPU nobody knows of the skip before the optimizer runs. Gradients are cleared later, too.
+    for module in (contract, scaling, unscale):
+        monkeypatch.setattr(module, "readable", lambda value: False)
+    for bad in BADS:
+        check_skip(form, route, bad, good_steps, cleared=False)
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    classes = [getattr(optim, name) for name in optim.__all__]
+    optimizers = {c for c in classes if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
+    assert optimizers == VARIANTS.keys() | LEFT_OUT.keys()
+    capable = {f.name.split("-")[0] for f in FORMS if "-fused-" in f.name}
+    assert capable == {c.__name__ for c in VARIANTS if "fused" in inspect.signature(c).parameters}
+
+
+@pytest.mark.parametrize("form", REFUSED, ids=lambda form: form.name)
+def test_refused_forms_do_not_run(form: Form) -> None:
+    with pytest.raises((AssertionError, ValueError), match="capturable"):
+        Trainer(form).step(0, "step")
+
+
+# The test itself is tested.
+
+
+def trained_adam() -> optim.Optimizer:
+    """Adam after one step, with a NaN among its moments."""
+    trainer = Trainer(next(form for form in FORMS if form.name == "Adam-single-amsgrad"))
+    trainer.good_step(0, "step")
+    state = trainer.optimizer.state[trainer.params[0]]
+    state["exp_avg"][0, 0] = 0.0
+    state["exp_avg"][0, 1] = math.nan
+    trainer.optimizer.param_groups[0]["step"] = 0.0
+    return trainer.optimizer
+
+
+def first_state(optimizer: optim.Optimizer) -> dict[str, Any]:
+    return optimizer.state[optimizer.param_groups[0]["params"][0]]
+
+
+def nan_with_payload(optimizer: optim.Optimizer) -> None:
+    first_state(optimizer)["exp_avg"].view(torch.int32)[0, 1] ^= 1
+    assert first_state(optimizer)["exp_avg"][0, 1].isnan()
+
+
+FAULTS: dict[str, tuple[Callable[[optim.Optimizer], Any], str]] = {
+    "counter": (lambda o: first_state(o)["step"].add_(1), ".state.0.step"),
+    "moment": (lambda o: first_state(o)["exp_avg"][1, 1].mul_(1 + 2**-20), ".state.0.exp_avg"),
+    "minus-zero": (lambda o: first_state(o)["exp_avg"][0, 0].neg_(), ".state.0.exp_avg"),
+    "other-nan": (nan_with_payload, ".state.0.exp_avg"),
+    "no-longer-nan": (lambda o: first_state(o)["exp_avg"][0, 1].zero_(), ".state.0.exp_avg"),
+    "missing-key": (lambda o: first_state(o).pop("max_exp_avg_sq"), ".state.0.max_exp_avg_sq"),
+    "new-key": (lambda o: first_state(o).update(more=torch.ones(1)), ".state.0.more"),
+    "type": (lambda o: first_state(o).update(step=1), ".state.0.step"),
+    "parameter": (lambda o: o.param_groups[0]["params"][1].data[0].mul_(1.5), ".param.1"),
+    "group": (lambda o: o.param_groups[0].update(lr=0.03), ".group.0.lr"),
+    "group-counter": (lambda o: o.param_groups[0].update(step=-0.0), ".group.0.step"),
+    "group-new-key": (lambda o: o.param_groups[0].update(more=0.0), ".group.0.more"),
+}
+
+
+@pytest.mark.parametrize(("fault", "path"), FAULTS.values(), ids=FAULTS.keys())
+def test_fault_is_seen(fault: Callable[[optim.Optimizer], Any], path: str) -> None:
+    optimizer = trained_adam()
+    before = picture(optimizer)
+    assert traces(before, picture(optimizer)) == []
+    fault(optimizer)
+    assert traces(before, picture(optimizer)) == [path]
+    assert before != picture(optimizer)
+
+
+def test_state_may_appear_at_zero() -> None:
+    optimizer = trained_adam()
+    before = picture(optimizer)
+    first_state(optimizer)["more"] = torch.zeros(2)
+    assert traces(before, picture(optimizer)) == []
+    assert before != picture(optimizer)
+
+
+def test_fault_inside_a_tensor_subclass_is_seen() -> None:
+    form = next(form for form in THIRD_PARTY if form.make is adamw8bit)
+    trainer = Trainer(form)
+    trainer.good_step(0, "step")
+    before = picture(trainer.optimizer)
+    first_state(trainer.optimizer)["exp_avg"].codes.view(-1)[7] += 1
+    assert traces(before, picture(trainer.optimizer)) == [".state.0.exp_avg.codes"]
+
+
+@pytest.mark.parametrize("variant", ["momentum", "nesterov", "dampening"])
+def test_torch_leaves_a_trace_in_fused_sgd(variant: str) -> None:
+    form = next(form for form in FORMS if form.name == f"SGD-fused-{variant}")
+    found = {}
+    for scaler in (torch.amp.GradScaler, GradScaler):
+        trainer = Trainer(form, scaler)
+        before = picture(trainer.optimizer)
+        trainer.step(SPOILT, "step", BADS[0])
+        found[scaler] = traces(before, picture(trainer.optimizer))
+        trainer.optimizer.zero_grad()
+        trainer.step(0, "step")
+        spoilt = any(param.isnan().any() for param in trainer.params)
+        assert spoilt is (scaler is torch.amp.GradScaler)
+    assert found[GradScaler] == []
+    assert found[torch.amp.GradScaler] == [
+        ".state.0.momentum_buffer",
+        ".state.1.momentum_buffer",
+    ]

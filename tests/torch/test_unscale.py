@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradscale.torch.unscale import (
+    clear,
+    move,
+    multiply,
+    params_with_grad,
+    read,
+    read_norm,
+    readable,
+    unscale,
+    values_of,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HALVES = [torch.float16, torch.bfloat16]
+BAD = [math.inf, -math.inf, math.nan]
+
+
+def scalar(value: float, device: str = "cpu") -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def param(grad: Tensor) -> Tensor:
+    tensor = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    tensor.grad = grad
+    return tensor
+
+
+def sparse(indices: list[int], values: list[float], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.sparse_coo_tensor(
+        torch.tensor([indices]),
+        torch.tensor(values, dtype=dtype),
+        (4,),
+        device=device,
+        check_invariants=True,
+    )
+
+
+def found(flags: dict[torch.device, Tensor]) -> float:
+    return max(float(flag) for flag in flags.values())
+
+
+def every_value(dtype: torch.dtype, device: str) -> Tensor:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16)
+    return bits.view(dtype)
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, except that one NaN is as good as another."""
+    return (
+        a.dtype == b.dtype
+        and bool(torch.equal(a.isnan(), b.isnan()))
+        and bool(
+            torch.equal(a.nan_to_num(0.0).view(torch.int16), b.nan_to_num(0.0).view(torch.int16))
+        )
+    )
+
+
+def test_comparison_sees_a_sign_of_zero_and_a_last_bit() -> None:
+    one = torch.ones(2, dtype=torch.float16)
+    assert same_numbers(one, one.clone())
+    assert not same_numbers(one * 0, -one * 0)
+    assert not same_numbers(one, torch.nextafter(one, 2 * one))
+    assert not same_numbers(one, one * math.nan)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("exponent", [0, -1, -14, -30, -100, 4])
+def test_every_half_value_is_unscaled_exactly(
+    device: str, dtype: torch.dtype, exponent: int
+) -> None:
+    values = every_value(dtype, device)
+    # A power of two times a half is exact in float64, so this rounds once, like the real thing.
+    expected = (values.double() * 2.0**exponent).to(dtype)
+    unscale([values], scalar(2.0**exponent, device))
+    assert same_numbers(values, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_exactly_the_nonfinite_half_values_are_found(device: str, dtype: torch.dtype) -> None:
+    values = every_value(dtype, device)
+    finite = values[torch.isfinite(values.double())]
+    assert found(read([finite], scalar(1.0, device)).found_inf) == 0.0
+    bad = values[~torch.isfinite(values.double())]
+    assert len(bad) == len(values) - len(finite) > 2
+    host = torch.zeros(3, dtype=dtype, device=device)
+    for value in bad[:: max(1, len(bad) // 64)]:
+        host[1] = value
+        assert found(read([host], scalar(1.0, device)).found_inf) == 1.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_one_bad_element_among_many_tensors_is_found(
+    device: str, bad: float, dtype: torch.dtype
+) -> None:
+    tensors = [torch.ones(size, dtype=dtype, device=device) for size in (1, 7, 4096, 5000)]
+    assert found(unscale(tensors, scalar(0.5, device)).found_inf) == 0.0
+    tensors[3][4321] = bad
+    for reading in (
+        read(tensors, scalar(1.0, device)),
+        read_norm(tensors, scalar(1.0, device))[0],
+        unscale([t.clone() for t in tensors], scalar(0.5, device)),
+        unscale([t.clone() for t in tensors], scalar(2.0, device)),
+    ):
+        assert found(reading.found_inf) == 1.0
+        assert bool(reading.fits)
+
+
+@given(
+    st.lists(st.floats(width=16, allow_nan=False, allow_infinity=False), min_size=1, max_size=8),
+    st.integers(-20, 40),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+)
+def test_fits_is_what_unscaling_every_element_would_show(
+    numbers: list[float], exponent: int, dtype: torch.dtype
+) -> None:
+    values = torch.tensor(numbers).to(dtype)
+    expected = bool(torch.isfinite((values.float() * 2.0**exponent).to(dtype)).all())
+    for reading in (
+        read([values], scalar(2.0**exponent)),
+        unscale([values.clone()], scalar(2.0**exponent)),
+        read_norm([values], scalar(2.0**exponent))[0],
+    ):
+        assert bool(reading.fits) == expected
+        assert found(reading.found_inf) == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_kinds_of_gradients_go_in_one_call(device: str) -> None:
+    wide = torch.randn(4, 6, device=device)
+    grads = [
+        torch.full((3,), 8.0, device=device),
+        torch.full((3,), 8.0, dtype=torch.float16, device=device),
+        torch.full((3,), 8.0, dtype=torch.bfloat16, device=device),
+        torch.full((3,), 8.0 + 4.0j, dtype=torch.complex64, device=device),
+        sparse([1, 1, 2], [8.0, 8.0, 8.0], torch.float32, device),
+        torch.empty(0, device=device),
+        torch.tensor(8.0, device=device),
+        wide.t()[::2],
+    ]
+    expected_wide = wide * 0.25
+    params = [param(grad) for grad in grads]
+    reading = unscale(values_of(params), scalar(0.25, device))
+    assert found(reading.found_inf) == 0.0
+    for index in (0, 1, 2):
+        assert params[index].grad.tolist() == [2.0] * 3
+    assert params[3].grad.tolist() == [2.0 + 1.0j] * 3
+    assert params[4].grad.to_dense().tolist() == [0.0, 4.0, 2.0, 0.0]
+    assert params[6].grad.item() == 2.0
+    assert torch.equal(params[7].grad, expected_wide.t()[::2])
+    params[3].grad[1] = complex(0.0, math.inf)
+    assert found(read(values_of(params), scalar(1.0, device)).found_inf) == 1.0
+
+
+def test_compressed_sparse_gradients_are_unscaled_too() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls CSR support beta, once per process
+        tensor = torch.tensor([[0.0, 8.0], [4.0, 0.0]]).to_sparse_csr()
+    tensor.grad = tensor.clone()
+    unscale(values_of([tensor]), scalar(0.5))
+    assert tensor.grad.to_dense().tolist() == [[0.0, 4.0], [2.0, 0.0]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_found(device: str) -> None:
+    tensor = param(sparse([1, 1], [60000.0, 60000.0], torch.float16, device))
+    assert found(read(values_of([tensor]), scalar(1.0, device)).found_inf) == 1.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_factor_below_the_half_range_is_not_rounded_to_zero(device: str) -> None:
+    values = torch.tensor([2.0**15], dtype=torch.float16, device=device)
+    multiply([values], scalar(2.0**-30, device))
+    assert values.item() == 2.0**-15
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("magnitude", [1.0, 1e-3, 3e4, 1e25, 1e-25, 1e38, 1e-38, 2e-45])
+@pytest.mark.parametrize("count", [1, 999])
+def test_a_norm_is_right_where_its_square_leaves_float32(
+    device: str, magnitude: float, count: int
+) -> None:
+    torch.manual_seed(count)
+    spread = torch.rand(count, device=device) * 0.9 + 0.1
+    values = [spread * magnitude, torch.zeros(3, device=device)]
+    expected = math.sqrt(sum(v**2 for v in values[0].double().tolist()))
+    reading, norm = read_norm(values, scalar(1.0, device))
+    assert found(reading.found_inf) == 0.0
+    # Squares, a sum of `count` positive terms and a root, each rounded to float32: relative error
+    # at most (count + 3) / 2 units of 2**-24, and the two powers of two are exact.
+    bound = (count + 3) / 2 * 2.0**-24
+    assert abs(float(norm.root) / float(norm.shift) / expected - 1) <= bound
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_norm_of_mixed_formats_counts_all_of_them(device: str) -> None:
+    values = [torch.full((4,), 3.0, dtype=d, device=device) for d in (torch.float32, *HALVES)]
+    _, norm = read_norm(values, scalar(1.0, device))
+    assert float(norm.root) == pytest.approx(math.sqrt(108.0), rel=2.0**-22)
+    _, nothing = read_norm([], scalar(1.0, device))
+    assert float(nothing.root) == 0.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clearing_selects_and_does_not_multiply(device: str) -> None:
+    values = torch.tensor([math.inf, math.nan, 1.0], device=device)
+    clear([values], torch.tensor(False, device=device))
+    assert math.isinf(values[0])
+    clear([values], torch.tensor(True, device=device))
+    assert values.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_gradients_give_the_same_bits(device: str) -> None:
+    torch.manual_seed(1)
+    values = [torch.randn(n, device=device) for n in (3, 70_000, 1)]
+    first = read_norm(values, scalar(0.5, device))[1].root
+    assert all(torch.equal(first, read_norm(values, scalar(0.5, device))[1].root) for _ in range(5))
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 300))
+def test_temporary_copies_are_made_in_bounded_pieces(count: int) -> None:
+    from gradscale.torch import unscale as module
+
+    original = module._CHUNK
+    module._CHUNK = 64
+    try:
+        group = [torch.ones(1 + index % 40) for index in range(count)]
+        chunks = list(module._chunks(group))
+    finally:
+        module._CHUNK = original
+    assert [id(t) for chunk in chunks for t in chunk] == [id(t) for t in group]
+    assert all(len(chunk) == 1 or sum(t.numel() for t in chunk) <= 64 for chunk in chunks)
+
+
+def test_parameters_without_gradients_are_left_out() -> None:
+    params = [torch.zeros(2, requires_grad=True) for _ in range(3)]
+    params[1].grad = torch.ones(2)
+    assert params_with_grad(torch.optim.SGD(params, lr=1.0)) == [params[1]]
+
+
+def test_a_flag_on_the_cpu_is_readable_and_stays_in_place() -> None:
+    flag = torch.tensor(True)
+    assert readable(flag)
+    assert move(flag, torch.device("cpu")) is flag
