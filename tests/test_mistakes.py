@@ -1,11 +1,11 @@
 """Mistakes that other systems made, 1 to 22: numerics, control logic, synchronisation.
 
-The numbers are those of the project's survey of 25 systems. A scenario is a function of the scaler's
-class that returns what a user would see. Where torch.amp.GradScaler makes the mistake, the same
-scenario shows it there; where only others do, a comment says who. Mistakes of the API are in
-test_mistakes_api.py. Left to the tests of the distributed part: 23 to 28 (a flag reduced in one code
-path only, a reduction derived from the first tensor, a scaler per inner optimizer, flags summed in
-narrow integers, a flag read before it is reduced, step counts that differ by rank).
+The numbers are those of the project's survey of 25 systems. A scenario is a function of the
+scaler's class that returns what a user would see. Where torch.amp.GradScaler makes the mistake, the
+same scenario shows it there; where only others do, a comment says who. Mistakes of the API are in
+test_mistakes_api.py. Left to the tests of the distributed part: 23 to 28 (a flag reduced in one
+code path only, a reduction derived from the first tensor, a scaler per inner optimizer, flags
+summed in narrow integers, a flag read before it is reduced, step counts that differ by rank).
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscale import Dynamic, GradStats, Off, Static
+from gradscale import Dynamic, GradStats, Off, Static, StuckError
 from gradscale.torch import GradScaler
 
 SINGLE_PROCESS = [*range(1, 23), *range(29, 41)]
-# Edge cases of torch.amp.GradScaler in the survey that are none of the numbered mistakes.
+# Edge cases of torch.amp.GradScaler that are none of the mistakes (T1 is 1 and 2, T2 is 11,
+# T3 is 34, T4 is 31, T11 is 35, T12 is 36).
 TORCH_EDGES = ["T5", "T6", "T7", "T8", "T9", "T10", "T13"]
 TESTS: dict[int | str, str] = {
     1: "test_scale_never_decays_to_zero",
-    2: "test_finite_gradients_over_a_small_scale_never_reach_the_weights_as_inf",
+    2: "test_small_scale_never_makes_weights_infinite",
     3: "test_scale_never_grows_to_infinity",
     4: "test_gradient_is_divided_by_the_scale_it_was_made_with",
     5: "test_float16_loss_is_scaled_in_float32",
-    6: "test_reciprocal_of_the_scale_is_not_rounded_to_float16",
+    6: "test_unscaling_float16_gradients_does_not_round_the_reciprocal",
     7: "test_finite_gradients_with_an_infinite_sum_and_norm_are_applied",
     8: "test_one_bad_sample_leaves_no_trace_in_the_scale",
     9: "test_scale_holds_still_between_growths",
     10: "test_backoff_takes_effect_in_the_next_step",
     11: "test_counter_beyond_the_interval_still_grows_the_scale",
     12: "test_hysteresis_counts_consecutive_overflows",
-    13: "test_every_way_to_step_moves_the_scale_alike",
-    14: "test_every_setting_has_an_effect_and_survives_copies",
+    13: "test_every_way_to_step_follows_the_same_rule",
+    14: "test_every_setting_has_an_effect_and_survives_copying",
     15: "test_scale_grows_on_the_step_that_completes_the_interval",
     16: "test_floor_does_not_end_the_run",
     17: "test_nonfinite_gradients_are_never_accepted",
@@ -61,10 +62,10 @@ TESTS: dict[int | str, str] = {
     29: "test_skip_is_reported",
     30: "test_nothing_of_torch_or_the_optimizer_is_patched",
     31: "test_closure_is_right_by_position_and_by_keyword",
-    32: "test_wrapper_and_optimizer_share_one_unscaling",
+    32: "test_optimizer_is_not_known_by_its_address_alone",
     33: "test_update_after_each_optimizer_moves_the_scale_once",
     34: "test_setters_take_any_number_and_refuse_nonsense",
-    35: "test_checkpoint_keeps_the_new_settings_if_asked",
+    35: "test_checkpoint_keeps_new_settings_if_asked_and_is_never_half_loaded",
     36: "test_all_gradient_dtypes_work_alike",
     37: "test_scaler_never_disables_itself",
     38: "test_norm_of_a_skipped_step_is_no_number",
@@ -299,7 +300,7 @@ def test_backoff_takes_effect_in_the_next_step() -> None:
 
 
 def scales_with_a_counter_beyond_the_interval(kind: Kind, load: bool) -> list[float]:
-    """Five finite steps at interval 100, then ten at interval 4: by the setter or by a checkpoint."""
+    """Five finite steps at interval 100, then ten at interval 4, set or loaded."""
     run = Run(kind, init_scale=1.0, growth_interval=100)
     run.train(*[1.0] * 5)
     if load:
@@ -359,6 +360,7 @@ def test_every_way_to_step_follows_the_same_rule(
     dice = random.Random(0)
     policy = Dynamic(init_scale=2.0**30, growth_interval=3, hysteresis=2)
     run, state, weight = Run(OURS, 0.0, fused, policy=policy), policy.init(), 0.0
+    scales = set()
     for x in dice.choices([0.5, 1.0, 2.0, HUGE], k=100):
         run.optimizer.zero_grad()
         step(run, x)
@@ -366,7 +368,8 @@ def test_every_way_to_step_follows_the_same_rule(
         state = policy.update(state, GradStats(finite=x < HUGE))
         weight -= x if x < HUGE else 0.0
         assert (run.scaler.get_scale(), run.weight) == (state.scale, weight)
-    assert 2.0**10 < state.scale != 2.0**30
+        scales.add(state.scale)
+    assert len(scales) > 3
 
 
 def reloaded(scaler: GradScaler) -> GradScaler:
@@ -392,20 +395,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 
 def test_every_setting_has_an_effect_and_survives_copying() -> None:
-    # apex' scale_factor, DeepSpeed's hysteresis, fairseq's window; jmp loses min_loss_scale in a copy.
+    # Dead are apex' scale_factor and DeepSpeed's hysteresis; a copy in jmp loses min_loss_scale.
     settings = set(inspect.signature(GradScaler.__init__).parameters) - {"self", "device"}
     assert settings | {"none"} == set(SETTINGS)
+    copies = [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), reloaded]
     for name, (given, scales) in SETTINGS.items():
-        for duplicate in (
-            copy.copy,
-            copy.deepcopy,
-            lambda s: pickle.loads(pickle.dumps(s)),
-            reloaded,
-        ):
+        for duplicate in copies:
             run = Run(OURS, **given)
             run.optimizer.param_groups[0]["lr"] = 0.0
             run.scaler = duplicate(run.scaler)
-            assert (name, run.train(0, 0, 0, 2.0**125, 2.0**125, 0, 0)) == (name, scales)
+            assert (name, run.train(*[0.0] * 3, *[2.0**126] * 2, *[0.0] * 2)) == (name, scales)
 
 
 def test_scale_grows_on_the_step_that_completes_the_interval() -> None:
@@ -422,6 +421,15 @@ def test_floor_does_not_end_the_run() -> None:
     assert run.weight == 1.0
 
 
+@pytest.mark.xfail(raises=TypeError, strict=True, reason="on_stuck comes with issue 3")
+def test_stuck_run_raises_if_asked_to() -> None:
+    # Megatron, ColossalAI and Keras 2 stay at the floor without a word, torch on its way to 0.
+    run = Run(OURS, weight=0.0, on_stuck="raise", stuck_after=50)
+    run.train(*[1.0] * 49, loss=root)
+    with pytest.raises(StuckError):
+        run.train(1.0, 1.0, loss=root)
+
+
 @pytest.mark.parametrize("loss", [root, lambda outputs: outputs.sum() * math.nan])
 @pytest.mark.parametrize("fused", [False, True])
 def test_nonfinite_gradients_are_never_accepted(
@@ -435,18 +443,18 @@ def test_nonfinite_gradients_are_never_accepted(
 
 
 def skipped_steps_of_a_float16_model(**settings: Any) -> int:
-    """Of 20 steps of a small network under float16 autocast."""
+    """Of 20 steps of a small classifier under float16 autocast."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10))
     scaler, optimizer = GradScaler("cpu", **settings), SGD(model.parameters(), lr=0.01)
-    inputs, targets = torch.randn(32, 8), torch.randn(32, 1)
+    inputs, targets = torch.randn(32, 8), torch.randint(10, (32,))
     skipped = 0
     for _ in range(20):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             outputs = model(inputs)
         assert outputs.dtype is torch.float16
-        scaler.scale(nn.functional.mse_loss(outputs.float(), targets)).backward()
+        scaler.scale(nn.functional.cross_entropy(outputs.float(), targets)).backward()
         before = model[0].weight.clone()
         scaler.step(optimizer)
         scaler.update()

@@ -185,7 +185,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         if window is not None:
             if window.penalty_finite is not None:
                 finite = finite & window.penalty_finite
-            if window.finite is None:
+            if window.finite is None or window.captured:
                 loss_finite = self._loss_finite(window)
             else:
                 # A further update() for the same backward passes: only an overflow that is news

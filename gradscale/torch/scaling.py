@@ -111,7 +111,7 @@ class Scaling(ScaleKeeper):
             self._lazy_init_scale_growth_tracker(output.device)
         window = self._window
         half = output.dtype is torch.float16
-        if window is None or window.closed:
+        if window is None or window.closed or window.captured != _capturing():
             if half or (window is not None and window.half):
                 self._live("scale()").scale.clamp_(max=_HALF_LOSS_SCALE)
             window = self._renew(window)
@@ -129,7 +129,7 @@ class Scaling(ScaleKeeper):
         """A new window, after `last`, with the scale of now."""
         self._clear_skipped(wait=True)
         before = {} if last is None else last.leftovers()
-        self._window = Window(self._live("scale()").scale.clone(), before)
+        self._window = Window(self._live("scale()").scale.clone(), before, _capturing())
         return self._window
 
     def _clear_skipped(self, wait: bool) -> None:
@@ -181,7 +181,11 @@ class Scaling(ScaleKeeper):
                 "already. Call step() and update() before the next one."
             )
         window = self._window
-        if window is None or (stage is OptState.READY and window.used_by(optimizer)):
+        if _capturing() and (window is None or not window.captured):
+            window = self._renew(window)
+        elif window is None or (
+            stage is OptState.READY and window.used_by(optimizer) and not window.captured
+        ):
             params = params_with_grad(optimizer)
             if not params or (window is not None and len(window.still(params)) == len(params)):
                 raise CallOrderError(
@@ -285,7 +289,7 @@ class Scaling(ScaleKeeper):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         """Unscales the gradients of `optimizer` by `inv_scale`; torch's helper."""
-        return unscale(values_of(params_with_grad(optimizer)), inv_scale).found_inf
+        return unscale(values_of(params_with_grad(optimizer)), inv_scale.reshape(())).found_inf
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         """float32 flags of what is not finite, per device, without unscaling."""
@@ -306,6 +310,11 @@ def _times(value: Tensor, factor: Tensor) -> Tensor:
     """`value` times the float32 `factor`, in float32 where `value` is float16."""
     wide = value.float() if value.dtype is torch.float16 else value
     return wide * move(factor, value.device)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _losses_tell() -> bool:

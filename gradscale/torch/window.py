@@ -65,9 +65,12 @@ Marks = dict[int, Mark]
 class Window:
     """One scale, the losses that were multiplied by it, and the gradients that came of them."""
 
-    def __init__(self, scale: Tensor, before: Marks) -> None:
+    def __init__(self, scale: Tensor, before: Marks, captured: bool = False) -> None:
         self.scale = scale
         """A snapshot of the scale (float32)."""
+        self.captured = captured
+        """Whether it was opened inside a CUDA graph. Then every replay takes the snapshot anew, and
+        writes gradients without a trace that Python could see: nothing is remembered of them."""
         self.inv_scale = scale.reciprocal()
         self.passes = 0
         """How many losses were scaled."""
@@ -131,7 +134,7 @@ class Window:
         self, params: Iterable[Tensor], left: Tensor | None = None, fate: Fate = Fate.USED
     ) -> None:
         """Remembers the gradients of `params` as they are now, with what is `left` in them."""
-        for param in params:
+        for param in params if not self.captured else ():
             if param.grad is not None:
                 self._marks[id(param)] = Mark(param, fate, self.passes, left)
 
@@ -213,7 +216,7 @@ class Window:
 
     def close(self, seen: Iterable[torch.optim.Optimizer]) -> None:
         """Ends the window if it was used; remembers gradients that `seen` optimizers passed by."""
-        if not self.used:
+        if self.captured or not self.used:
             return
         self.closed = True
         for optimizer in seen:

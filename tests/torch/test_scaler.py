@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscale import CallOrderError, Dynamic, SettingError, Static
+from gradscale import CallOrderError, Dynamic, GradStats, SettingError, Static
 from gradscale.torch import GradScaler
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -345,36 +345,30 @@ def test_nothing_is_computed_in_float64(fused: bool, clip: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize(
-    "make", [lambda p: AdamW(p, fused=True), lambda p: SGD(p, 0.1, 0.9, fused=True)]
-)
-def test_with_a_fused_optimizer_nothing_waits_for_the_device(clip: bool, make: Any) -> None:
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_with_a_fused_optimizer_nothing_waits_for_the_device(
+    clip: bool, kind: str, no_sync: Any
+) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).cuda()
-    optimizer = make(model.parameters())
-    scaler = GradScaler("cuda", growth_interval=3)
+    params = model.parameters()
+    optimizer = AdamW(params, fused=True) if kind == "AdamW" else SGD(params, 0.1, 0.9, fused=True)
+    rule = Dynamic(growth_interval=3)
+    scaler = GradScaler("cuda", policy=rule)
     inputs = torch.randn(8, 16, device="cuda")
     bad = torch.full((), math.inf, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    state = rule.init()
+    with no_sync():
         for iteration in range(20):
-            loss = model(inputs).square().mean()
-            scaler.scale(loss).backward()
-            if iteration % 7 == 3:
+            scaler.scale(model(inputs).square().mean()).backward()
+            overflow = iteration % 7 in (0, 3)
+            if overflow:
                 model[0].weight.grad[0, 0].copy_(bad)
             if clip:
                 scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    # 20 iterations, an overflow in the 4th, 11th and 18th, growth on every third good one.
-    state = Dynamic(growth_interval=3).init()
-    from gradscale import GradStats
-
-    for iteration in range(20):
-        state = Dynamic(growth_interval=3).update(state, GradStats(finite=iteration % 7 != 3))
+            state = rule.update(state, GradStats(finite=not overflow))
     assert scaler.get_scale() == state.scale
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -403,3 +397,68 @@ def test_parameters_on_two_kinds_of_devices_are_stepped_together() -> None:
         scaler.update()
     assert (w.item(), v.item()) == (-1.0, -1.0)
     assert scaler.get_scale() == 2.0
+
+
+# CUDA graphs.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_captured_backward_pass_replays_with_the_scale_of_the_day(
+    fused: bool, clip: bool
+) -> None:
+    scaler, w = GradScaler("cuda", init_scale=4.0), parameter(1.0, "cuda")
+    optimizer = SGD([w], lr=1.0, fused=fused)
+    factor = torch.ones((), device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        scaler.scale((w * factor).sum()).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.scale((w * factor).sum()).backward()
+    facts = []
+    for value in (1.0, 3e38, 1.0, 3e38, 2.0):  # finite itself, but not times 4 or 2
+        factor.fill_(value)
+        graph.replay()
+        if clip:
+            scaler.clip_grad_norm_(optimizer, math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        facts.append((w[0].item(), scaler.get_scale()))
+    assert facts == [(0.0, 4.0), (0.0, 2.0), (-1.0, 2.0), (-1.0, 1.0), (-3.0, 1.0)]
+
+
+@pytest.mark.gpu
+def test_a_captured_step_skips_recovers_and_grows_like_an_eager_one() -> None:
+    results = []
+    for graphed in (False, True):
+        scaler = GradScaler("cuda", init_scale=4.0, growth_interval=2)
+        w = torch.ones(8, device="cuda", requires_grad=True)
+        optimizer = AdamW([w], fused=True, capturable=True)
+        factor = torch.ones((), device="cuda")
+
+        def iterate(
+            scaler: Any = scaler, w: Tensor = w, factor: Tensor = factor, optimizer: Any = optimizer
+        ) -> None:
+            scaler.scale((w * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            iterate()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if graphed:
+            with torch.cuda.graph(graph):
+                iterate()
+        for value in (1.0, 1e38, 1.0, 2.0, 1.0, 1e38, 1.0):
+            factor.fill_(value)
+            graph.replay() if graphed else iterate()
+        results.append((w.tolist(), scaler.state_dict(), optimizer.state[w]["step"].item()))
+    assert results[0] == results[1]
+    assert results[0][2] == 6.0

@@ -169,7 +169,7 @@ def test_clipping_is_torchs_to_the_rounding(
         scaler.update()
         results.append((norm.item(), [p.detach() for p in params]))
     (ours, mine), (theirs, expected) = results
-    # Two norms of 305 terms, each off by at most (305 + 3) / 2 units of 2**-24; then a few roundings.
+    # Two norms of 305 terms, each off by at most (305 + 3) / 2 units of 2**-24; a few roundings.
     bound = (308 + 8) * 2.0**-24
     assert ours == pytest.approx(theirs, rel=bound)
     for a, b, s in zip(mine, expected, start, strict=True):

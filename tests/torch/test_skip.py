@@ -49,7 +49,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def picture(optimizer: optim.Optimizer) -> Picture:
-    """All that a step can change: parameters, state, and the settings and counters of the groups."""
+    """All that a step can change: parameters, state, and what the groups hold."""
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"]]
     assert set(optimizer.state) <= set(params)
@@ -88,10 +88,10 @@ class Form(NamedTuple):
 
     name: str
     make: Callable[[list[nn.Parameter]], optim.Optimizer]
-    routes: tuple[str, ...] = ("step", "unscale", "clip", "edit", "closure")
+    routes: tuple[str, ...] = ("step", "unscale", "clip", "edit", "closure-1")
     shapes: tuple[tuple[int, ...], ...] = ((4, 3), (5,), (2, 2))
     """Of the parameters. The last one never gets a gradient."""
-    two_pass: bool = False
+    needs_both: bool = False
     """Whether it wants gradients before the step and a closure as well."""
 
 
@@ -110,7 +110,11 @@ VARIANTS: dict[type[optim.Optimizer], dict[str, dict[str, Any]]] = {
     optim.Adam: COMMON | AMSGRAD | DECOUPLED,
     optim.AdamW: COMMON | AMSGRAD,
     optim.Adamax: COMMON,
-    optim.LBFGS: ANY | {"wolfe": {"line_search_fn": "strong_wolfe"}},
+    optim.LBFGS: {
+        "plain": {"max_iter": 4},
+        "tensor-lr": {"max_iter": 4, "lr": torch.tensor(0.02)},
+        "wolfe": {"max_iter": 4, "line_search_fn": "strong_wolfe"},
+    },
     optim.Muon: ANY | DECAY | {"not-nesterov": {"nesterov": False}},
     optim.NAdam: COMMON | DECOUPLED,
     optim.RAdam: COMMON | DECOUPLED,
@@ -145,7 +149,7 @@ def modes_of(kind: type[optim.Optimizer]) -> dict[str, dict[str, Any]]:
 
 
 def refused(kind: type[optim.Optimizer], settings: dict[str, Any]) -> bool:
-    """Whether torch has no such form on the CPU; `test_refused_forms_do_not_run` holds it to that."""
+    """Whether torch has no such form on the CPU; `test_refused_forms_do_not_run` checks that."""
     if settings.get("capturable"):
         return not settings.get("fused")
     tensor_lr = isinstance(settings["lr"], Tensor)
@@ -169,7 +173,7 @@ def torch_forms() -> Iterator[tuple[Form, bool]]:
 
             form = Form("-".join(filter(None, (kind.__name__, mode, variant))), make)
             if kind is optim.LBFGS:
-                form = form._replace(routes=("closure", "closure-later"))
+                form = form._replace(routes=("closure-1", "closure-2", "closure-3"))
             if kind is optim.Muon:
                 form = form._replace(shapes=((4, 3), (3, 5), (2, 2)))
             yield form, refused(kind, settings)
@@ -198,10 +202,16 @@ def sam(params: list[nn.Parameter]) -> optim.Optimizer:
     return library.SAM(params, optim.SGD, rho=0.05, lr=0.02, momentum=0.9)
 
 
+def bsam(params: list[nn.Parameter]) -> optim.Optimizer:
+    return pytest.importorskip("pytorch_optimizer").BSAM(params, num_data=100, lr=0.02)
+
+
 THIRD_PARTY = [
     Form("torchao-AdamW8bit", adamw8bit, shapes=((64, 64), (5,), (2, 2))),  # smaller ones: 32 bits
     Form("pytorch_optimizer-Muon", muon),
-    Form("pytorch_optimizer-SAM", sam, two_pass=True),
+    Form("pytorch_optimizer-SAM", sam, needs_both=True),
+    # Evaluates twice, and counts its steps in the groups, before the closure is called.
+    Form("pytorch_optimizer-BSAM", bsam, ("step", "closure-1", "closure-2"), needs_both=True),
 ]
 TORCH = list(torch_forms())
 FORMS = [form for form, refused_ in TORCH if not refused_] + THIRD_PARTY
@@ -217,7 +227,9 @@ class Bad(NamedTuple):
 
 
 BADS = [Bad(math.inf, 0, -1), Bad(-math.inf, 1, 0), Bad(math.nan, 1, -1)]
-SPOILT = 100  # the batch of the skipped step; the good ones count from 0
+SPOILT = 100  # the batch of skipped steps; the good ones count from 0
+# Skipped as the first step ever, later, and twice in a row. No zero_grad() after a skip.
+HISTORY = ("skipped", "good", "good", "skipped", "skipped", "good")
 
 
 class Trainer:
@@ -245,22 +257,23 @@ class Trainer:
     def step(self, batch: int, route: str, bad: Bad | None = None) -> Any:
         """One iteration, without zero_grad(); what the scaler's `step()` returned.
 
-        `bad` is planted where `route` says: before the call it is named after, after it ("edit"),
-        or in an evaluation of the closure, the first or the third.
+        `bad` is planted where `route` says: before the call that it is named after, after
+        unscale_() ("edit"), or in that evaluation of the closure.
         """
         scaler, optimizer = self.scaler, self.optimizer
         by_closure = route.startswith("closure")
+        spoilt = int(route.split("-")[1]) if by_closure and bad else None
         evaluations = itertools.count(1)
-        spoilt_evaluation = (3 if route == "closure-later" else 1) if by_closure and bad else None
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = self.backward(batch)
-            if next(evaluations) == spoilt_evaluation and bad:
+            if next(evaluations) == spoilt and bad:
                 self.plant(bad)
             return loss
 
-        if not by_closure or self.form.two_pass:
+        torch.default_generator.manual_seed(batch)  # BSAM draws noise
+        if not by_closure or self.form.needs_both:
             self.backward(batch)
             if bad and route in ("step", "unscale", "clip"):
                 self.plant(bad)
@@ -270,19 +283,11 @@ class Trainer:
                 scaler.clip_grad_norm_(optimizer, 0.5)
             if bad and route == "edit":
                 self.plant(bad)
-        args = [closure] if by_closure or self.form.two_pass else []
+        args = [closure] if by_closure or self.form.needs_both else []
         result = scaler.step(optimizer, *args)
         scaler.update()
-        assert spoilt_evaluation is None or next(evaluations) == spoilt_evaluation + 1
+        assert spoilt is None or next(evaluations) == spoilt + 1
         return result
-
-    def good_step(self, batch: int, route: str) -> None:
-        """An iteration that is applied, with zero_grad() after it."""
-        before = picture(self.optimizer)
-        self.step(batch, route)
-        changed = traces(before, picture(self.optimizer))
-        assert {".param.0", ".param.1"} <= set(changed)
-        self.optimizer.zero_grad()
 
 
 def cases(forms: list[Form]) -> list[Any]:
@@ -304,42 +309,57 @@ def _new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def check_skip(form: Form, route: str, bad: Bad, good_steps: int, cleared: bool = True) -> None:
-    """Skips a step after `good_steps` good ones, looks for traces, and trains on beside a twin."""
-    trained, twin = Trainer(form), Trainer(form)
-    for batch in range(good_steps):
-        trained.good_step(batch, route)
-        twin.good_step(batch, route)
-    before, scale = picture(trained.optimizer), trained.scaler.get_scale()
-    assert trained.step(SPOILT, route, bad) is None
-    assert traces(before, picture(trained.optimizer)) == []
-    # No scale could have prevented what the user has planted after unscale_().
-    assert trained.scaler.get_scale() == (scale if route == "edit" else scale / 2)
-    if cleared:
-        assert not any(p.grad.count_nonzero() for p in trained.params if p.grad is not None)
-    for batch in range(good_steps, good_steps + 2):
-        trained.good_step(batch, route)
-        twin.good_step(batch, route)
-        assert picture(trained.optimizer) == picture(twin.optimizer)
+def twin_pictures(form: Form, route: str) -> list[Picture]:
+    """What good steps alone come to: at the start, and after each of them."""
+    twin = Trainer(form)
+    pictures = [picture(twin.optimizer)]
+    for batch in range(HISTORY.count("good")):
+        twin.step(batch, route)
+        twin.optimizer.zero_grad()
+        pictures.append(picture(twin.optimizer))
+        changed = traces(*pictures[-2:])
+        assert sum(path.startswith(".param") for path in changed) == 2, "the step did nothing"
+    return pictures
 
 
-@pytest.mark.parametrize("good_steps", [0, 2], ids=["first", "later"])
+def check_skips(form: Form, route: str, bad: Bad, twin: list[Picture], cleared: bool) -> None:
+    """Trains through `HISTORY`, beside a twin that takes the good steps only."""
+    trainer = Trainer(form)
+    good = 0
+    for kind in HISTORY:
+        scale = trainer.scaler.get_scale()
+        if kind == "good":
+            trainer.step(good, route)
+            trainer.optimizer.zero_grad()
+            good += 1
+            assert picture(trainer.optimizer) == twin[good]
+            assert trainer.scaler.get_scale() == scale
+            continue
+        assert trainer.step(SPOILT, route, bad) is None
+        assert traces(twin[good], picture(trainer.optimizer)) == []
+        # No scale could have prevented what is planted after unscale_().
+        assert trainer.scaler.get_scale() == (scale if route == "edit" else scale / 2)
+        if cleared:
+            assert not any(p.grad.count_nonzero() for p in trainer.params if p.grad is not None)
+
+
 @pytest.mark.parametrize(("form", "route"), cases(FORMS))
-def test_skip_leaves_no_trace(form: Form, route: str, good_steps: int) -> None:
+def test_skip_leaves_no_trace(form: Form, route: str) -> None:
+    twin = twin_pictures(form, route)
     for bad in BADS:
-        check_skip(form, route, bad, good_steps)
+        check_skips(form, route, bad, twin, cleared=True)
 
 
-@pytest.mark.parametrize("good_steps", [0, 2], ids=["first", "later"])
 @pytest.mark.parametrize(("form", "route"), cases([f for f in FORMS if "-fused" in f.name]))
 def test_skip_decided_on_the_device_leaves_no_trace(
-    form: Form, route: str, good_steps: int, monkeypatch: pytest.MonkeyPatch
+    form: Form, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a GPU nobody knows of the skip before the optimizer runs. Gradients are cleared later, too.
+    # As on a GPU, where nobody waits to learn of the skip; the gradients are cleared later, then.
+    twin = twin_pictures(form, route)
     for module in (contract, scaling, unscale):
         monkeypatch.setattr(module, "readable", lambda value: False)
     for bad in BADS:
-        check_skip(form, route, bad, good_steps, cleared=False)
+        check_skips(form, route, bad, twin, cleared=False)
 
 
 def test_every_optimizer_of_torch_is_here() -> None:
@@ -362,7 +382,7 @@ def test_refused_forms_do_not_run(form: Form) -> None:
 def trained_adam() -> optim.Optimizer:
     """Adam after one step, with a NaN among its moments."""
     trainer = Trainer(next(form for form in FORMS if form.name == "Adam-single-amsgrad"))
-    trainer.good_step(0, "step")
+    trainer.step(0, "step")
     state = trainer.optimizer.state[trainer.params[0]]
     state["exp_avg"][0, 0] = 0.0
     state["exp_avg"][0, 1] = math.nan
@@ -416,7 +436,7 @@ def test_state_may_appear_at_zero() -> None:
 def test_fault_inside_a_tensor_subclass_is_seen() -> None:
     form = next(form for form in THIRD_PARTY if form.make is adamw8bit)
     trainer = Trainer(form)
-    trainer.good_step(0, "step")
+    trainer.step(0, "step")
     before = picture(trainer.optimizer)
     first_state(trainer.optimizer)["exp_avg"].codes.view(-1)[7] += 1
     assert traces(before, picture(trainer.optimizer)) == [".state.0.exp_avg.codes"]

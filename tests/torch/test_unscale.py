@@ -37,13 +37,10 @@ def param(grad: Tensor) -> Tensor:
 
 
 def sparse(indices: list[int], values: list[float], dtype: torch.dtype, device: str) -> Tensor:
-    return torch.sparse_coo_tensor(
-        torch.tensor([indices]),
-        torch.tensor(values, dtype=dtype),
-        (4,),
-        device=device,
-        check_invariants=True,
-    )
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        return torch.sparse_coo_tensor(
+            torch.tensor([indices]), torch.tensor(values, dtype=dtype), (4,), device=device
+        )
 
 
 def found(flags: dict[torch.device, Tensor]) -> float:
