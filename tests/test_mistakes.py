@@ -286,10 +286,11 @@ def test_one_bad_sample_leaves_no_trace_in_the_scale() -> None:
 
 
 def test_scale_holds_still_between_growths() -> None:
-    # Graphcore doubles or halves at every step. Here the gradient fits up to scale 2**10.
-    run = Run(OURS, init_scale=2.0**10, growth_interval=10)
-    run.optimizer.param_groups[0]["lr"] = 0.0
-    assert run.train(*[2.0**117] * 33) == [*[2.0**10] * 9, 2.0**11, 2.0**10] * 3
+    # Graphcore doubles or halves at every step. A gradient of 2**117 fits up to scale 2**10.
+    calm, steep = (Run(OURS, weight=0.0, init_scale=2.0**10, growth_interval=10) for _ in range(2))
+    assert calm.train(*[1.0] * 20) == [*[2.0**10] * 9, *[2.0**11] * 10, 2.0**12]
+    steep.optimizer.param_groups[0]["lr"] = 0.0
+    assert steep.train(*[2.0**117] * 33) == [*[2.0**10] * 9, 2.0**11, 2.0**10] * 3
 
 
 def test_backoff_takes_effect_in_the_next_step() -> None:
@@ -530,17 +531,19 @@ def test_device_is_read_at_most_once_a_step(clip: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("clip", [False, True])
 def test_fused_step_never_waits_for_the_gpu(clip: bool) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8, device="cuda") for _ in range(25)))
-    scaler = GradScaler(init_scale=2.0**10, growth_interval=3)
-    optimizer = AdamW(model.parameters(), fused=True)
-    inputs = [torch.full((8, 8), x, device="cuda") for x in (1.0, HUGE, 1.0, 1.0, 1.0, math.nan)]
+    layers = nn.ModuleList(nn.Linear(8, 8, device="cuda") for _ in range(25))
+    optimizer = AdamW(layers.parameters(), fused=True)
+    scaler = GradScaler(growth_factor=4.0, growth_interval=3)
+    inputs = torch.tensor([1.0, HUGE, 1.0, 1.0, 1.0, math.nan], device="cuda").expand(8, 6).T
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, it says
+        torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
-            inputs[0].sum().item()
+            inputs.sum().item()
         for x in inputs:
-            scaler.scale(model(x).mean()).backward()
+            scaler.scale(sum(layer(x).mean() for layer in layers)).backward()
             if clip:
                 scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
@@ -548,7 +551,8 @@ def test_fused_step_never_waits_for_the_gpu(clip: bool) -> None:
             optimizer.zero_grad()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert scaler.get_scale() == 2.0**10
+    assert scaler.get_scale() == 2.0**17  # halved once, grown once, and the NaN did not count
+    assert {state["step"].item() for state in optimizer.state.values()} == {4.0}
 
 
 @pytest.mark.usefixtures("one_rank")

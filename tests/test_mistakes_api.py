@@ -188,7 +188,7 @@ def weight_of_a_recycled_optimizer(kind: Kind) -> float:
     address = id(run.optimizer)
     del run.optimizer
     misses = []
-    while id(optimizer := SGD.__new__(SGD)) != address and len(misses) < 100_000:
+    while id(optimizer := SGD.__new__(SGD)) != address and len(misses) < 30_000:
         misses.append(optimizer)
     optimizer.__init__(other.parameters(), lr=1.0)
     run.scaler.step(optimizer)
@@ -198,8 +198,9 @@ def weight_of_a_recycled_optimizer(kind: Kind) -> float:
 def test_optimizer_is_not_known_by_its_address_alone() -> None:
     assert weight_of_a_wrapped_step(TORCH) == 1.0 - 2.0**-16
     assert weight_of_a_wrapped_step(OURS) == 0.0
-    assert weight_of_a_recycled_optimizer(TORCH) == 1.0 - 2.0**16
-    assert weight_of_a_recycled_optimizer(OURS) == 0.0
+    # The allocator need not give an address out again, so there are a few tries.
+    assert 1.0 - 2.0**16 in [weight_of_a_recycled_optimizer(TORCH) for _ in range(5)]
+    assert [weight_of_a_recycled_optimizer(OURS) for _ in range(5)] == [0.0] * 5
 
 
 def update_after_each_optimizer(kind: Kind) -> tuple[float, float, float]:

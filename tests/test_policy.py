@@ -815,9 +815,9 @@ def objection(rule: type[Policy], name: str, value: Any) -> str:
     try:
         said = complaint(rule, **{**SETTINGS[rule], name: value})
     except Exception as error:
-        return f"{shown[0]} raises {error!r}"
+        return f"{shown[0]:.40} raises {error!r}"
     named = said.startswith(f"{name} must ") and any(f"got {form}." in said for form in shown)
-    return "" if named else f"{shown[0]} is not refused by name and value: {said!r}"
+    return "" if named else f"{shown[0]:.40} is not refused by name and value: {said!r}"
 
 
 @pytest.mark.parametrize(

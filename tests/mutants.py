@@ -1,0 +1,243 @@
+"""Plants faults in our own code, one at a time, and shows that a test notices each: `make mutants`.
+
+A fault is a text that stands exactly once in a file, and what to put in its place. Each is planted
+in a copy of the tree, so nothing here is touched. What fails: a fault that no test notices, one whose
+text is gone, and a test that fails without any fault.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Fault(NamedTuple):
+    """One planted fault and the test file that must notice it."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+FAULTS = [
+    Fault(
+        "the scale grows one step late, as in Flax and DeepSpeed",
+        "policy.py",
+        "grow = good_steps >= ",
+        "grow = good_steps > ",
+        "tests/test_policy.py",
+    ),
+    Fault(
+        "the scale has no floor, as in torch",
+        "policy.py",
+        "constant(self.backoff_factor), constant(self.min_scale))",
+        "constant(self.backoff_factor), constant(0.0))",
+        "tests/test_policy.py",
+    ),
+    Fault(
+        "hysteresis counts all bad steps, as in Megatron",
+        "policy.py",
+        "bad_steps = xp.where(finite, zero, state.bad_steps + one)",
+        "bad_steps = xp.where(finite, state.bad_steps, state.bad_steps + one)",
+        "tests/test_policy.py",
+    ),
+    Fault(
+        "a loss that is not finite moves the scale",
+        "policy.py",
+        "always & stats.finite, always & stats.loss_finite",
+        "always & stats.finite, always",
+        "tests/test_policy.py",
+    ),
+    Fault(
+        "constants are left to be promoted",
+        "policy.py",
+        "return xp.full_like(state.scale, value)",
+        "return value",
+        "tests/test_policy.py",
+    ),
+    Fault(
+        "the counter of finite steps is not saved",
+        "states.py",
+        '"_growth_tracker": state.pop("good_steps", 0),',
+        '"_growth_tracker": 0 * state.pop("good_steps", 0),',
+        "tests/test_states.py",
+    ),
+    Fault(
+        "minus infinity is overlooked",
+        "torch/unscale.py",
+        "return torch.stack(ends).abs().amax()",
+        "return torch.stack(ends[1::2]).abs().amax()",
+        "tests/torch/test_unscale.py",
+    ),
+    Fault(
+        "values that do not fit once unscaled are let through, as in torch",
+        "torch/unscale.py",
+        "fitting = torch.isfinite(unscaled.to(dtype)) | infinite",
+        "fitting = torch.isfinite(unscaled.to(dtype)) | True",
+        "tests/torch/test_scaler.py",
+    ),
+    Fault(
+        "the factor is rounded to the gradients' format, as in MindSpore",
+        "torch/unscale.py",
+        "value.copy_(value.float().mul_(here))",
+        "value.mul_(here.to(dtype))",
+        "tests/torch/test_unscale.py",
+    ),
+    Fault(
+        "bad gradients are cleared by multiplication",
+        "torch/unscale.py",
+        "value.zero_()",
+        "value.mul_(0)",
+        "tests/torch/test_unscale.py",
+    ),
+    Fault(
+        "a norm whose square overflows is infinite",
+        "torch/unscale.py",
+        "torch.where(amax > _LARGE, one / _SHIFT,",
+        "torch.where(amax > _LARGE, one,",
+        "tests/torch/test_unscale.py",
+    ),
+    Fault(
+        "gradients are divided by the scale of now, as in DeepSpeed",
+        "torch/scaling.py",
+        'Window(self._live("scale()").scale.clone(), before, _capturing())',
+        'Window(self._live("scale()").scale, before, _capturing())',
+        "tests/torch/test_scaling.py",
+    ),
+    Fault(
+        "a parameter of two optimizers is divided twice, as in torch",
+        "torch/window.py",
+        "if mark.passes == self.passes or mark.untouched():\n                return mark",
+        "if mark.passes == self.passes or mark.untouched():\n                return None",
+        "tests/torch/test_scaling.py",
+    ),
+    Fault(
+        "gradients left over from a step are added to without a word",
+        "torch/window.py",
+        "if mark.fate is not Fate.PASSED:",
+        "if False:",
+        "tests/torch/test_scaler.py",
+    ),
+    Fault(
+        "edits after unscale_() are not looked at, as in torch",
+        "torch/scaling.py",
+        "if not window.edited(params):",
+        "if True:",
+        "tests/torch/test_scaler.py",
+    ),
+    Fault(
+        "bad gradients of a skipped step stay, as in torch",
+        "torch/scaling.py",
+        "clear(values_of(params), skipped)",
+        "pass",
+        "tests/torch/test_scaler.py",
+    ),
+    Fault(
+        "a float16 loss gets any scale",
+        "torch/scaling.py",
+        ".scale.clamp_(max=_HALF_LOSS_SCALE)",
+        ".scale.clamp_(max=2.0**24)",
+        "tests/torch/test_scaling.py",
+    ),
+    Fault(
+        "every update() of one window counts, as in accelerate",
+        "torch/keeper.py",
+        "if window.finite is None or window.captured:",
+        "if True:",
+        "tests/torch/test_scaler.py",
+    ),
+    Fault(
+        "the flag for fused optimizers is a sum, as in torch",
+        "torch/contract.py",
+        "skipped.to(torch.float32)",
+        "2.0 * skipped.to(torch.float32)",
+        "tests/torch/test_contract.py",
+    ),
+    Fault(
+        "fused SGD keeps an uninitialised buffer, as in torch",
+        "torch/contract.py",
+        "        if skipped:\n            return None\n",
+        "",
+        "tests/torch/test_contract.py",
+    ),
+    Fault(
+        "a step with a closure is not undone",
+        "torch/closure.py",
+        "except _Undo:\n            undo()",
+        "except _Undo:",
+        "tests/torch/test_closure.py",
+    ),
+    Fault(
+        "closures see scaled gradients, as in torch",
+        "torch/closure.py",
+        "self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale)",
+        "self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale * 2)",
+        "tests/torch/test_closure.py",
+    ),
+]
+
+
+def passes(test: str, tree: Path) -> tuple[bool, str]:
+    """Whether the tests in `test` pass in `tree`, and what they printed."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--hypothesis-profile=fixed", test],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"pytest {test} ended with {run.returncode}: {run.stdout}{run.stderr}")
+    return run.returncode == 0, run.stdout[-2000:]
+
+
+def wrong_with(fault: Fault, tree: Path) -> str | None:
+    """None if a test fails because of `fault`, else what is wrong."""
+    path = tree / "gradscale" / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        return f"its text stands {text.count(fault.old)} times in {fault.file}, not once"
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        unnoticed, _ = passes(fault.test, tree)
+    finally:
+        path.write_text(text)
+    return f"{fault.test} passes all the same" if unnoticed else None
+
+
+def main() -> int:
+    """How many faults went unnoticed."""
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in ("gradscale", "tests", "docs", "pyproject.toml"):
+            source = ROOT / name
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, tree / name)
+        for test in sorted({fault.test for fault in FAULTS}):
+            sound, printed = passes(test, tree)
+            if not sound:
+                missed += 1
+                print(f"{test} fails without any fault:\n{printed}")
+        for fault in FAULTS:
+            wrong = wrong_with(fault, tree)
+            missed += wrong is not None
+            print(f"{'noticed' if wrong is None else 'MISSED '}  {fault.what}", flush=True)
+            if wrong is not None:
+                print(f"         {wrong}")
+    print(f"{max(len(FAULTS) - missed, 0)} passed, {missed} failed")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))
