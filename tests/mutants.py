@@ -1,8 +1,8 @@
 """Plants faults in our own code, one at a time, and shows that a test notices each: `make mutants`.
 
 A fault is a text that stands exactly once in a file, and what to put in its place. Each is planted
-in a copy of the tree, so nothing here is touched. What fails: a fault that no test notices, one whose
-text is gone, and a test that fails without any fault.
+in a copy of the tree, so nothing here is touched. What fails: a fault that no test notices, one
+whose text is gone, and a test that fails without any fault.
 """
 
 from __future__ import annotations

@@ -139,3 +139,17 @@ def test_example_that_warns_fails(tmp_path: Path) -> None:
     path.write_text("import warnings\nwarnings.warn('old', stacklevel=1)\n")
     with pytest.raises(pytest.fail.Exception, match=r"noisy\.py exited with 1"):
         run_example(path)
+
+
+def table_of_differences(page: str) -> list[str]:
+    """The lines of the table whose first column is called `row`."""
+    lines = page.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| row |"))
+    return [line for line in lines[start:] if line.startswith("|")]
+
+
+def test_readme_quotes_the_table_of_differences() -> None:
+    quoted = table_of_differences((ROOT / "README.md").read_text(encoding="utf-8"))
+    original = table_of_differences((ROOT / "docs/differences.md").read_text(encoding="utf-8"))
+    assert quoted[: len(original)] == original
+    assert len(original) > 2

@@ -188,7 +188,7 @@ def weight_of_a_recycled_optimizer(kind: Kind) -> float:
     address = id(run.optimizer)
     del run.optimizer
     misses = []
-    while id(optimizer := SGD.__new__(SGD)) != address and len(misses) < 30_000:
+    while id(optimizer := SGD.__new__(SGD)) != address and len(misses) < 1000:
         misses.append(optimizer)
     optimizer.__init__(other.parameters(), lr=1.0)
     run.scaler.step(optimizer)
