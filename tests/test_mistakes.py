@@ -29,7 +29,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradscale import Dynamic, GradStats, Off, Static, StuckError
+from gradscale import Dynamic, GradStats, Off, Static
 from gradscale.torch import GradScaler
 
 SINGLE_PROCESS = [*range(1, 23), *range(29, 41)]
@@ -420,15 +420,6 @@ def test_floor_does_not_end_the_run() -> None:
     nn.init.constant_(run.model.weight, 3.0)
     assert run.train(1.0, 1.0) == [1.0, 2.0]
     assert run.weight == 1.0
-
-
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="on_stuck comes with issue 3")
-def test_stuck_run_raises_if_asked_to() -> None:
-    # Megatron, ColossalAI and Keras 2 stay at the floor without a word, torch on its way to 0.
-    run = Run(OURS, weight=0.0, on_stuck="raise", stuck_after=50)
-    run.train(*[1.0] * 49, loss=root)
-    with pytest.raises(StuckError):
-        run.train(1.0, 1.0, loss=root)
 
 
 @pytest.mark.parametrize("loss", [root, lambda outputs: outputs.sum() * math.nan])

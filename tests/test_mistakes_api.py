@@ -84,7 +84,6 @@ def reported_by_step(kind: Kind) -> list[Any]:
     return reports
 
 
-@pytest.mark.xfail(raises=AttributeError, strict=True, reason="outcome() comes with issue 3")
 def test_skip_is_reported() -> None:
     applied, skipped = reported_by_step(TORCH)
     assert applied == skipped == (None, None)

@@ -5,6 +5,7 @@ try:
 except ImportError as error:
     raise ImportError('gradscale.torch needs PyTorch: pip install "gradscale[torch]".') from error
 
+from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.scaler import GradScaler
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "StepOutcome"]

@@ -22,6 +22,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import step_on_device, writes_back
+from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.scaling import Scaling
 from gradscale.torch.unscale import params_with_grad, read, values_of
 from gradscale.torch.window import Fate, Window
@@ -104,8 +105,8 @@ class GradScaler(Scaling):
         params = params_with_grad(optimizer)
         if not params:
             _warn_no_gradients(optimizer)
-            state["stage"] = OptState.STEPPED
             window.use(optimizer)
+            self._finish(optimizer, window, torch.ones_like(window.scale, dtype=torch.bool))
             return None
         capable = getattr(optimizer, "_step_supports_amp_scaling", False)
         if capable and "grad_scaler" in inspect.signature(optimizer.step).parameters:
@@ -126,8 +127,7 @@ class GradScaler(Scaling):
                 self._mark_stepped(optimizer, window, skipped)
         else:
             result = None if bool(skipped) else optimizer.step(*args, **kwargs)
-        self._skips.append((weakref.ref(optimizer), skipped))
-        state["stage"] = OptState.STEPPED
+        self._finish(optimizer, window, skipped)
         return result
 
     def _mark_stepped(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
@@ -147,8 +147,8 @@ class GradScaler(Scaling):
             stacklevel=3,
         )
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         window.use(optimizer)
+        self._finish(optimizer, window, self._found(self._found_inf_per_device(optimizer)))
         return result
 
     def _step_with_closure(
@@ -175,9 +175,31 @@ class GradScaler(Scaling):
         window = self._use(optimizer, "step", (OptState.UNSCALED,))
         window.use(optimizer)
         window.mark(params_with_grad(optimizer))
-        self._skips.append((weakref.ref(optimizer), self._skipped(optimizer)))
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        self._finish(optimizer, window, self._skipped(optimizer))
         return result
+
+    def _finish(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
+        """Ends the step of `optimizer`, and says what became of it."""
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        yes = torch.ones_like(skipped)
+        outcome = StepOutcome(
+            applied=~skipped,
+            finite=~self._found(self._found_inf_per_device(optimizer)),
+            fits=self._fits.get(id(optimizer), yes),
+            loss_finite=yes if window.loss_finite is None else window.loss_finite,
+            scale=window.scale,
+        )
+        self._outcomes[optimizer] = self._last_outcome = outcome
+        self._skips.append((weakref.ref(optimizer), skipped))
+
+    def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
+        """What became of the last step, of `optimizer` or of any."""
+        outcome = self._last_outcome if optimizer is None else self._outcomes.get(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                "outcome() was called before step(). Call scaler.step(optimizer) first."
+            )
+        return outcome
 
     # Moving the scale.
 
@@ -223,6 +245,8 @@ class GradScaler(Scaling):
             "_window",
             "_seen",
             "_skips",
+            "_outcomes",
+            "_last_outcome",
             "_last_scaled",
         ):
             pickled.pop(name)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.keeper import ScaleKeeper
+from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.unscale import (
     Reading,
     clear,
@@ -49,6 +50,10 @@ class Scaling(ScaleKeeper):
         self._window: Window | None = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._skips: list[tuple[weakref.ref[Optimizer], Tensor]] = []
+        self._outcomes: weakref.WeakKeyDictionary[Optimizer, StepOutcome] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._last_outcome: StepOutcome | None = None
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
 
     def _reset(self) -> None:
@@ -260,7 +265,9 @@ class Scaling(ScaleKeeper):
         reading, norm = read_norm(values, inv_scale)
         self._record(optimizer, reading, OptState.UNSCALED)
         skipped = self._skipped(optimizer)
-        total = norm.root / norm.shift * inv_scale
+        # In two steps, because the scaled norm may overflow where the unscaled one does not.
+        half = norm.shift.sqrt()
+        total = norm.root / half * inv_scale / half
         clipping = torch.where(
             torch.isfinite(total),
             inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0),
