@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -258,7 +259,7 @@ def test_keras_runs_on_jax() -> None:
 
 # Planted faults: Dynamic, wrong in one way each.
 
-step, replace = Dynamic.update, dataclasses.replace
+step = Dynamic.update
 
 
 def fault(name: str, update: Callable[..., DynamicState]) -> type[Dynamic]:
@@ -795,7 +796,7 @@ WRONG: dict[str, list[Any]] = {
     "hysteresis": NO_COUNT,
     "exact": [NAN, INF, -INF, 0, 1, -1, *NO_NUMBER],
 }
-SETTINGS = {Static: {"init_scale": 8.0}, Dynamic: {}}
+SETTINGS: dict[type[Policy], dict[str, Any]] = {Static: {"init_scale": 8.0}, Dynamic: {}}
 
 
 def complaint(rule: type[Policy], **given: Any) -> str:
@@ -807,25 +808,29 @@ def complaint(rule: type[Policy], **given: Any) -> str:
     return ""
 
 
-def objection(rule: type[Policy], name: str, value: Any) -> str:
+def objection(rule: type[Policy], name: str, value: Any, exact: bool = True) -> str:
     """What is wrong with the way in which `value` is refused; "" if nothing is."""
     shown = [repr(value)]
     if isinstance(value, (int, float)) and abs(value) < 2**1000:
         shown.append(str(float(value)))
     try:
-        said = complaint(rule, **{**SETTINGS[rule], name: value})
+        said = complaint(rule, **{**SETTINGS[rule], "exact": exact, name: value})
     except Exception as error:
         return f"{shown[0]:.40} raises {error!r}"
     named = said.startswith(f"{name} must ") and any(f"got {form}." in said for form in shown)
     return "" if named else f"{shown[0]:.40} is not refused by name and value: {said!r}"
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "inexact"])
 @pytest.mark.parametrize(
     ("rule", "name"),
     [(rule, field.name) for rule in SETTINGS for field in dataclasses.fields(rule)],
 )
-def test_wrong_setting_is_refused_by_name_and_value(rule: type[Policy], name: str) -> None:
-    assert [found for value in WRONG[name] if (found := objection(rule, name, value))] == []
+def test_wrong_setting_is_refused_by_name_and_value(
+    rule: type[Policy], name: str, exact: bool
+) -> None:
+    found = [objection(rule, name, value, exact) for value in WRONG[name]]
+    assert [each for each in found if each] == []
 
 
 def test_wrong_values_are_known_for_every_setting() -> None:
@@ -922,7 +927,7 @@ def test_given_bounds_may_lie_beyond_the_default_ones() -> None:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "replace": dataclasses.replace,
+    "replace": replace,
     "pickle": lambda policy: pickle.loads(pickle.dumps(policy)),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
@@ -942,18 +947,22 @@ def test_settings_survive_a_copy(policy: Policy, copied: Callable[[Any], Any]) -
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copy_remembers_which_bounds_were_given(copied: Callable[[Any], Any]) -> None:
-    chosen, told = copied(Dynamic()), copied(Dynamic(max_scale=2.0**64))
-    assert dataclasses.replace(chosen, init_scale=2.0**70).max_scale == 2.0**70
-    with pytest.raises(SettingError, match="init_scale must lie within"):
-        dataclasses.replace(told, init_scale=2.0**70)
+    chosen = copied(Dynamic())
+    for start in (2.0**70, 2.0**80, 2.0**-20, 2.0**-30):  # what gave way once does so again
+        chosen = copied(replace(chosen, init_scale=start))
+        assert chosen.min_scale <= start <= chosen.max_scale
+    assert (chosen.min_scale, chosen.max_scale) == (2.0**-30, 2.0**80)
+    for told, beyond in ({"max_scale": 2.0**64}, 2.0**70), ({"min_scale": 2.0**-14}, 2.0**-20):
+        with pytest.raises(SettingError, match="init_scale must lie within"):
+            replace(copied(Dynamic(**told)), init_scale=beyond)
 
 
 def test_replace_changes_one_setting_and_checks_it() -> None:
     policy = POLICIES["Dynamic"]
-    changed = dataclasses.replace(policy, hysteresis=7)
-    assert dataclasses.replace(changed, hysteresis=policy.hysteresis) == policy != changed
+    changed = replace(policy, hysteresis=7)
+    assert replace(changed, hysteresis=policy.hysteresis) == policy != changed
     with pytest.raises(SettingError, match="hysteresis must"):
-        dataclasses.replace(policy, hysteresis=0)
+        replace(policy, hysteresis=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

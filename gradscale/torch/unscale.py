@@ -22,6 +22,8 @@ _LARGE, _SMALL, _SHIFT = 2.0**40, 2.0**-30, 2.0**100
 # Elements of temporary copies at a time, so that a norm never doubles the memory of the gradients
 # (256 MiB).
 _CHUNK = 2**26
+# Elements up to which a tensor is small.
+_PIECE = 2**12
 
 
 class Reading(NamedTuple):
@@ -194,8 +196,11 @@ def _amax(group: list[Tensor]) -> Tensor:
     """The largest magnitude in `group`, NaN if there is one, in its own dtype."""
     if group[0].device.type == "cpu":
         # 16 times as fast as foreach's infinity norm on the CPU (4.6 ms against 75 ms for 52 M
-        # float32, 2 cores).
-        ends = [end for value in group for end in torch.aminmax(value)]
+        # float32, 2 cores). Small tensors go in one piece: there a call costs more than the read.
+        pieces = [value for value in group if value.numel() > _PIECE]
+        small = [value.reshape(-1) for value in group if value.numel() <= _PIECE]
+        pieces += [torch.cat(small)] if small else []
+        ends = [end for piece in pieces for end in torch.aminmax(piece)]
         return torch.stack(ends).abs().amax()
     return torch.stack(torch._foreach_norm(group, float("inf"))).amax()
 

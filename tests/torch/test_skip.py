@@ -1,12 +1,14 @@
 """A skipped step leaves no trace: parameters, optimizer state and step counters stay bit-identical.
 
 For every optimizer of torch.optim that takes dense gradients, in every form that runs on the CPU,
-and for three third-party ones. Each is spoilt with an infinity or a NaN in one gradient element,
+and for third-party ones. Each is spoilt with an infinity or a NaN in one gradient element,
 then trained on beside a twin that never met it: from there on the two must agree in every bit.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import itertools
 import math
@@ -42,6 +44,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}")
     elif isinstance(value, list | tuple):
+        yield f"{path}.len", (int, len(value))
         for index, item in enumerate(value):
             yield from leaves(item, f"{path}.{index}")
     else:
@@ -66,18 +69,13 @@ def traces(before: Picture, after: Picture) -> list[str]:
 
     State may appear at its initial values: zeros in all optimizers that make state and then skip.
     """
-    return [
-        path
-        for path in before | after
-        if before.get(path) != after.get(path)
-        and (path in before or not starts_at_zero(path, after))
-    ]
 
+    def initial(path: str) -> bool:
+        value = after[path][-1]
+        return path.startswith(".state") and isinstance(value, bytes) and not any(value)
 
-def starts_at_zero(path: str, after: Picture) -> bool:
-    """Whether `path` is state made of zero bytes."""
-    value = after[path][-1]
-    return path.startswith(".state") and isinstance(value, bytes) and not any(value)
+    changed = [path for path in before | after if before.get(path) != after.get(path)]
+    return [path for path in changed if path in before or not initial(path)]
 
 
 # What is stepped.
@@ -95,12 +93,14 @@ class Form(NamedTuple):
     """Whether it wants gradients before the step and a closure as well."""
 
 
-ANY = {"plain": {}, "tensor-lr": {"lr": torch.tensor(0.02)}}
+LR = 0.02
+ANY = {"plain": {}, "tensor-lr": {"lr": torch.tensor(LR)}}
 DECAY = {"decay": {"weight_decay": 0.1}}
 MAXIMIZE = {"maximize": {"maximize": True}}
 COMMON = ANY | DECAY | MAXIMIZE
 AMSGRAD = {"amsgrad": {"amsgrad": True, "weight_decay": 0.1}}
 DECOUPLED = {"decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True}}
+MOMENTUM = {"momentum": {"momentum": 0.9}}
 
 VARIANTS: dict[type[optim.Optimizer], dict[str, dict[str, Any]]] = {
     optim.ASGD: COMMON | {"average": {"t0": 1.0, "lambd": 0.1}},
@@ -110,23 +110,17 @@ VARIANTS: dict[type[optim.Optimizer], dict[str, dict[str, Any]]] = {
     optim.Adam: COMMON | AMSGRAD | DECOUPLED,
     optim.AdamW: COMMON | AMSGRAD,
     optim.Adamax: COMMON,
-    optim.LBFGS: {
-        "plain": {"max_iter": 4},
-        "tensor-lr": {"max_iter": 4, "lr": torch.tensor(0.02)},
-        "wolfe": {"max_iter": 4, "line_search_fn": "strong_wolfe"},
-    },
+    optim.LBFGS: ANY | {"wolfe": {"line_search_fn": "strong_wolfe"}},
     optim.Muon: ANY | DECAY | {"not-nesterov": {"nesterov": False}},
     optim.NAdam: COMMON | DECOUPLED,
     optim.RAdam: COMMON | DECOUPLED,
-    optim.RMSprop: COMMON
-    | {"centered": {"centered": True}, "momentum": {"momentum": 0.9, "centered": True}},
+    optim.RMSprop: COMMON | MOMENTUM | {"centered": {"momentum": 0.9, "centered": True}},
     optim.Rprop: ANY | MAXIMIZE,
     optim.SGD: COMMON
+    | MOMENTUM
     | {
-        "momentum": {"momentum": 0.9},
         "nesterov": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        "dampening": {"momentum": 0.9, "dampening": 0.5},
-        "momentum-maximize": {"momentum": 0.9, "maximize": True},
+        "dampening": {"momentum": 0.9, "dampening": 0.5, "maximize": True},
     },
 }
 LEFT_OUT = {optim.Optimizer: "is the base class", optim.SparseAdam: "takes no dense gradients"}
@@ -159,32 +153,29 @@ def refused(kind: type[optim.Optimizer], settings: dict[str, Any]) -> bool:
 def torch_forms() -> Iterator[tuple[Form, bool]]:
     """Every combination of class, mode and variant, and whether torch refuses it on the CPU."""
     for kind, variants in VARIANTS.items():
-        for (mode, chosen), (variant, extra) in itertools.product(
-            modes_of(kind).items(), variants.items()
-        ):
-            settings = {"lr": 0.02, **chosen, **extra}
-
-            def make(
-                params: list[nn.Parameter], kind: Any = kind, settings: dict[str, Any] = settings
-            ) -> optim.Optimizer:
-                lr = settings["lr"]
-                own = {"lr": lr.clone()} if isinstance(lr, Tensor) else {}
-                return kind(params, **settings | own)
-
+        pairs = itertools.product(modes_of(kind).items(), variants.items())
+        for (mode, chosen), (variant, extra) in pairs:
+            settings = {"lr": LR, **chosen, **extra}
+            make = functools.partial(make_torch, kind, settings)
             form = Form("-".join(filter(None, (kind.__name__, mode, variant))), make)
             if kind is optim.LBFGS:
+                settings["max_iter"] = 4
                 form = form._replace(routes=("closure-1", "closure-2", "closure-3"))
             if kind is optim.Muon:
                 form = form._replace(shapes=((4, 3), (3, 5), (2, 2)))
             yield form, refused(kind, settings)
 
 
+def make_torch(kind: Any, settings: dict[str, Any], params: list[nn.Parameter]) -> optim.Optimizer:
+    return kind(params, **copy.deepcopy(settings))  # a tensor lr of its own
+
+
 # Third-party optimizers. Those that are not installed are skipped. Why these packages: pyproject.
 
 
 def adamw8bit(params: list[nn.Parameter]) -> optim.Optimizer:
-    optimizer = pytest.importorskip("torchao.optim").AdamW8bit(params, lr=0.02)
-    # It compiles its step, which takes half a minute and a C compiler.
+    optimizer = pytest.importorskip("torchao.optim").AdamW8bit(params, lr=LR)
+    # It compiles its step, which is slow and needs a C++ compiler.
     optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
     return optimizer
 
@@ -194,16 +185,16 @@ def muon(params: list[nn.Parameter]) -> optim.Optimizer:
         {"params": [p for p in params if (p.ndim == 2) is use_muon], "use_muon": use_muon}
         for use_muon in (True, False)
     ]
-    return pytest.importorskip("pytorch_optimizer").Muon(groups, lr=0.02)
+    return pytest.importorskip("pytorch_optimizer").Muon(groups, lr=LR)
 
 
 def sam(params: list[nn.Parameter]) -> optim.Optimizer:
     library = pytest.importorskip("pytorch_optimizer")
-    return library.SAM(params, optim.SGD, rho=0.05, lr=0.02, momentum=0.9)
+    return library.SAM(params, optim.SGD, rho=0.05, lr=LR, momentum=0.9)
 
 
 def bsam(params: list[nn.Parameter]) -> optim.Optimizer:
-    return pytest.importorskip("pytorch_optimizer").BSAM(params, num_data=100, lr=0.02)
+    return pytest.importorskip("pytorch_optimizer").BSAM(params, num_data=100, lr=LR)
 
 
 THIRD_PARTY = [
@@ -216,6 +207,7 @@ THIRD_PARTY = [
 TORCH = list(torch_forms())
 FORMS = [form for form, refused_ in TORCH if not refused_] + THIRD_PARTY
 REFUSED = [form for form, refused_ in TORCH if refused_]
+BY_NAME = {form.name: form for form in FORMS}
 
 
 class Bad(NamedTuple):
@@ -292,11 +284,7 @@ class Trainer:
 
 def cases(forms: list[Form]) -> list[Any]:
     """Every form with each of its routes."""
-    return [
-        pytest.param(form, route, id=f"{form.name}-{route}")
-        for form in forms
-        for route in form.routes
-    ]
+    return [pytest.param(f, route, id=f"{f.name}-{route}") for f in forms for route in f.routes]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -366,6 +354,17 @@ def test_skip_decided_on_the_device_leaves_no_trace(
         check_skips(form, route, bad, twin, cleared=False)
 
 
+def test_undone_step_keeps_the_tensors_themselves() -> None:
+    # The user may hold them: fill_() of a learning rate must still reach the optimizer.
+    trainer = Trainer(BY_NAME["Adam-single-tensor-lr"])
+    optimizer = trainer.optimizer
+    trainer.step(0, "closure-1")
+    lr, moment = optimizer.param_groups[0]["lr"], first_state(optimizer)["exp_avg"]
+    trainer.step(SPOILT, "closure-1", BADS[0])
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert first_state(optimizer)["exp_avg"] is moment
+
+
 def test_every_optimizer_of_torch_is_here() -> None:
     classes = [getattr(optim, name) for name in optim.__all__]
     optimizers = {c for c in classes if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
@@ -384,12 +383,10 @@ def test_refused_forms_do_not_run(form: Form) -> None:
 
 
 def trained_adam() -> optim.Optimizer:
-    """Adam after one step, with a NaN among its moments."""
-    trainer = Trainer(next(form for form in FORMS if form.name == "Adam-single-amsgrad"))
+    """Adam after one step, with a zero and a NaN among its moments."""
+    trainer = Trainer(BY_NAME["Adam-single-amsgrad"])
     trainer.step(0, "step")
-    state = trainer.optimizer.state[trainer.params[0]]
-    state["exp_avg"][0, 0] = 0.0
-    state["exp_avg"][0, 1] = math.nan
+    first_state(trainer.optimizer)["exp_avg"][0, :2] = torch.tensor([0.0, math.nan])
     trainer.optimizer.param_groups[0]["step"] = 0.0
     return trainer.optimizer
 
@@ -411,7 +408,7 @@ FAULTS: dict[str, tuple[Callable[[optim.Optimizer], Any], str]] = {
     "no-longer-nan": (lambda o: first_state(o)["exp_avg"][0, 1].zero_(), ".state.0.exp_avg"),
     "missing-key": (lambda o: first_state(o).pop("max_exp_avg_sq"), ".state.0.max_exp_avg_sq"),
     "new-key": (lambda o: first_state(o).update(more=torch.ones(1)), ".state.0.more"),
-    "type": (lambda o: first_state(o).update(step=1), ".state.0.step"),
+    "other-type": (lambda o: first_state(o).update(step=1), ".state.0.step"),
     "parameter": (lambda o: o.param_groups[0]["params"][1].data[0].mul_(1.5), ".param.1"),
     "group": (lambda o: o.param_groups[0].update(lr=0.03), ".group.0.lr"),
     "group-counter": (lambda o: o.param_groups[0].update(step=-0.0), ".group.0.step"),
@@ -438,8 +435,7 @@ def test_state_may_appear_at_zero() -> None:
 
 
 def test_fault_inside_a_tensor_subclass_is_seen() -> None:
-    form = next(form for form in THIRD_PARTY if form.make is adamw8bit)
-    trainer = Trainer(form)
+    trainer = Trainer(BY_NAME["torchao-AdamW8bit"])
     trainer.step(0, "step")
     before = picture(trainer.optimizer)
     first_state(trainer.optimizer)["exp_avg"].codes.view(-1)[7] += 1
@@ -448,10 +444,9 @@ def test_fault_inside_a_tensor_subclass_is_seen() -> None:
 
 @pytest.mark.parametrize("variant", ["momentum", "nesterov", "dampening"])
 def test_torch_leaves_a_trace_in_fused_sgd(variant: str) -> None:
-    form = next(form for form in FORMS if form.name == f"SGD-fused-{variant}")
     found = {}
     for scaler in (torch.amp.GradScaler, GradScaler):
-        trainer = Trainer(form, scaler)
+        trainer = Trainer(BY_NAME[f"SGD-fused-{variant}"], scaler)
         before = picture(trainer.optimizer)
         trainer.step(SPOILT, "step", BADS[0])
         found[scaler] = traces(before, picture(trainer.optimizer))
@@ -460,7 +455,4 @@ def test_torch_leaves_a_trace_in_fused_sgd(variant: str) -> None:
         spoilt = any(param.isnan().any() for param in trainer.params)
         assert spoilt is (scaler is torch.amp.GradScaler)
     assert found[GradScaler] == []
-    assert found[torch.amp.GradScaler] == [
-        ".state.0.momentum_buffer",
-        ".state.1.momentum_buffer",
-    ]
+    assert found[torch.amp.GradScaler] == [f".state.{i}.momentum_buffer" for i in (0, 1)]
