@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradscale.errors import CallOrderError
 from gradscale.torch.unscale import Reading, params_with_grad, read, unscale, values_of
@@ -114,32 +115,62 @@ def _passes(scaler: GradScaler) -> tuple[int, int]:
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
     """A function that puts back the parameters, state and settings that `optimizer` has now."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    values = [p.detach().clone() for p in params]
-    state = {key: _copy(value) for key, value in optimizer.state.items()}
-    settings = [
-        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-    ]
-    settings = _copy(settings)
+    parts = [_keep(optimizer.param_groups), _keep(optimizer.state)]
 
     def undo() -> None:
         with torch.no_grad():
-            for param, value in zip(params, values, strict=True):
-                param.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, setting in zip(optimizer.param_groups, settings, strict=True):
-            group.update(setting)
+            for put_back in parts:
+                put_back()
 
     return undo
 
 
-def _copy(value: Any) -> Any:
-    """A copy of `value` with tensors cloned, through dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
+def _keep(value: Any) -> Callable[[], Any]:
+    """A function that gives `value` back with the contents it has now.
+
+    The very same tensors, dicts and lists: others may hold them, as a user holds the tensor that
+    is the learning rate. A tensor subclass is kept by its parts, for not all have a clone().
+    """
+    put_back: Callable[[], Any]
     if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy(item) for item in value)
-    return value
+        items = {key: _keep(item) for key, item in value.items()}
+
+        def put_back() -> Any:
+            contents = {key: item() for key, item in items.items()}
+            value.clear()
+            value.update(contents)
+            return value
+
+    elif isinstance(value, list):
+        kept = [_keep(item) for item in value]
+
+        def put_back() -> Any:
+            value[:] = [item() for item in kept]
+            return value
+
+    elif isinstance(value, tuple) or is_traceable_wrapper_subclass(value):
+        parts = (
+            value
+            if isinstance(value, tuple)
+            else [getattr(value, n) for n in value.__tensor_flatten__()[0]]
+        )
+        kept = [_keep(part) for part in parts]
+
+        def put_back() -> Any:
+            for part in kept:
+                part()
+            return value
+
+    elif isinstance(value, Tensor):
+        copy = value.detach().clone()
+
+        def put_back() -> Any:
+            value.detach().copy_(copy)
+            return value
+
+    else:
+
+        def put_back() -> Any:
+            return value
+
+    return put_back
