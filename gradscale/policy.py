@@ -90,13 +90,13 @@ def _float32(value: float) -> float:
 scalars = _Scalars()
 
 
-class _ChosenBound(float):
+class _DefaultBound(float):
     """A bound that nobody gave: it moves out of the way of an `init_scale` beyond it."""
 
 
-MIN_SCALE = _ChosenBound(2.0**-14)
+MIN_SCALE = _DefaultBound(2.0**-14)
 """The default floor: below it the seed of a float16 backward pass is itself subnormal."""
-MAX_SCALE = _ChosenBound(2.0**64)
+MAX_SCALE = _DefaultBound(2.0**64)
 """The default ceiling."""
 
 
@@ -135,6 +135,7 @@ class Static:
     """Whether the scale must be a power of two, so that unscaling is exact."""
 
     def __post_init__(self) -> None:
+        _flag("exact", self.exact)
         _set(self, "init_scale", _scale("init_scale", self.init_scale, self.exact))
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
@@ -185,29 +186,24 @@ class Dynamic:
     """Whether scale, factors and bounds must be powers of two, so that unscaling is exact."""
 
     def __post_init__(self) -> None:
+        _flag("exact", self.exact)
         for name in ("init_scale", "min_scale", "max_scale"):
             _set(self, name, _scale(name, getattr(self, name), self.exact))
-        _set(
-            self,
-            "growth_factor",
-            _factor("growth_factor", self.growth_factor, 1.0, FLOAT32.max, self.exact),
-        )
-        _set(
-            self,
-            "backoff_factor",
-            _factor("backoff_factor", self.backoff_factor, 0.0, 1.0, self.exact),
-        )
+        for name, above, below in (
+            ("growth_factor", 1.0, FLOAT32.max),
+            ("backoff_factor", 0.0, 1.0),
+        ):
+            _set(self, name, _factor(name, getattr(self, name), above, below, self.exact))
         for name in ("growth_interval", "hysteresis"):
             _set(self, name, _count(name, getattr(self, name)))
         self._place_bounds()
 
     def _place_bounds(self) -> None:
         """Lets default bounds give way to `init_scale`; refuses given bounds that exclude it."""
-        if isinstance(self.min_scale, _ChosenBound):
-            lowest = min(self.min_scale, self.init_scale, self.max_scale)
-            _set(self, "min_scale", _ChosenBound(lowest))
-        if isinstance(self.max_scale, _ChosenBound):
-            _set(self, "max_scale", _ChosenBound(max(self.max_scale, self.init_scale)))
+        if isinstance(self.min_scale, _DefaultBound):
+            _set(self, "min_scale", _DefaultBound(min(self.min_scale, self.init_scale)))
+        if isinstance(self.max_scale, _DefaultBound):
+            _set(self, "max_scale", _DefaultBound(max(self.max_scale, self.init_scale)))
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise SettingError(
                 f"init_scale must lie within min_scale {self.min_scale} and max_scale "
@@ -220,20 +216,24 @@ class Dynamic:
 
     def update(self, state: DynamicState, stats: GradStats, xp: Any = scalars) -> DynamicState:
         """The state after a step with these `stats`; `fits` does not matter to this rule."""
-        always = (
-            state.scale > 0
-        )  # an array where the state is one, so a plain bool in `stats` becomes one
+        # An array where the state is one, so that a plain bool in `stats` becomes one as well.
+        always = state.scale > 0
         finite, loss_finite = always & stats.finite, always & stats.loss_finite
         zero, one = xp.full_like(state.good_steps, 0), xp.full_like(state.good_steps, 1)
-        good_steps = xp.where(finite, state.good_steps + one, zero)
-        bad_steps = xp.where(finite, zero, state.bad_steps + one)
+        # Held below the end of int32, where one more step would make a counter negative.
+        last = xp.full_like(zero, 2**31 - 2)
+        good_steps = xp.where(finite, xp.minimum(state.good_steps, last) + one, zero)
+        bad_steps = xp.where(finite, zero, xp.minimum(state.bad_steps, last) + one)
         grow = good_steps >= xp.full_like(zero, self.growth_interval)
         lower = bad_steps >= xp.full_like(zero, self.hysteresis)
 
         def constant(value: float) -> Any:
             return xp.full_like(state.scale, value)
 
-        raised = xp.minimum(state.scale * constant(self.growth_factor), constant(self.max_scale))
+        # Beyond `room` the product would overflow, which numpy warns of.
+        ceiling, room = constant(self.max_scale), constant(_room(self.growth_factor))
+        raised = xp.minimum(state.scale, room) * constant(self.growth_factor)
+        raised = xp.where(state.scale > room, ceiling, xp.minimum(raised, ceiling))
         lowered = xp.maximum(state.scale * constant(self.backoff_factor), constant(self.min_scale))
         moved = DynamicState(
             scale=xp.where(grow, raised, xp.where(lower, lowered, state.scale)),
@@ -260,6 +260,13 @@ def _new(xp: Any, like: Any, value: float) -> Any:
     )
 
 
+def _room(factor: float) -> float:
+    """The largest float32 number whose product with `factor` is still a float32 number."""
+    factor = _float32(factor)
+    room = _float32(FLOAT32.max / factor)
+    return room if room * factor <= FLOAT32.max else _float32(room * (1 - 2.0**-24))
+
+
 def _set(policy: Any, name: str, value: Any) -> None:
     """Settles a field while the frozen dataclass is being made."""
     object.__setattr__(policy, name, value)
@@ -267,9 +274,14 @@ def _set(policy: Any, name: str, value: Any) -> None:
 
 def _number(name: str, value: Any) -> float:
     """`value` as a float, or a SettingError."""
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
-        raise SettingError(f"{name} must be a number, got {value!r}.")
-    return value if isinstance(value, float) else float(value)
+    if isinstance(value, _DefaultBound):
+        return value
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise SettingError(f"{name} must be a number, got {value!r}.") from None
 
 
 def _scale(name: str, value: Any, exact: bool) -> float:
@@ -287,8 +299,12 @@ def _scale(name: str, value: Any, exact: bool) -> float:
 def _factor(name: str, value: Any, above: float, below: float, exact: bool) -> float:
     """`value` as a factor that lies strictly between two numbers, also once it is a float32."""
     number = _number(name, value)
-    if not (above < number < below and above < _float32(number) < below):
-        raise SettingError(f"{name} must be > {above:g} and < {below:g} in float32, got {number}.")
+    if not (above < number < below and above < _float32(number) < below) or (
+        number < FLOAT32.smallest_normal  # JAX would take it for zero
+    ):
+        raise SettingError(
+            f"{name} must be > {above:g} and < {below:g} in float32's normal numbers, got {number}."
+        )
     return _power_of_two(name, number, exact)
 
 
@@ -300,6 +316,13 @@ def _power_of_two(name: str, number: float, exact: bool) -> float:
             "Pass exact=False to use it all the same."
         )
     return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    """`value`, or a SettingError if it is no bool."""
+    if not isinstance(value, bool):
+        raise SettingError(f"{name} must be True or False, got {value!r}.")
+    return value
 
 
 def _count(name: str, value: Any) -> int:

@@ -45,19 +45,24 @@ class Saved(NamedTuple):
 
 def write(saved: Saved) -> dict[str, Any]:
     """The checkpoint that says `saved`: dicts, strings and numbers, fit for JSON."""
-    settings, state = dict(saved.settings), dict(saved.state)
-    return {
+    # A default bound is a float that knows it was not given; here it is a number like any other.
+    settings = {k: float(v) if isinstance(v, float) else v for k, v in saved.settings.items()}
+    state = dict(saved.state)
+    checkpoint = {
         "scale": state.pop("scale"),
         **{name: settings.pop(name, _STILL[name]) for name in TORCH_SETTINGS},
         "_growth_tracker": state.pop("good_steps", 0),
-        BLOCK: {
-            "version": VERSION,
-            "policy": saved.policy,
-            "settings": settings,
-            "state": state,
-            "counters": dict(saved.counters),
-        },
     }
+    if saved.policy is None:
+        return checkpoint  # it was torch's, and stays so
+    block = {
+        "version": VERSION,
+        "policy": saved.policy,
+        "settings": settings,
+        "state": state,
+        "counters": dict(saved.counters),
+    }
+    return {**checkpoint, BLOCK: block}
 
 
 def read(checkpoint: Mapping[str, Any]) -> Saved:
@@ -73,7 +78,7 @@ def read(checkpoint: Mapping[str, Any]) -> Saved:
     if missing:
         found = sorted(map(str, checkpoint))
         raise StateError(f"The state lacks {', '.join(missing)}; the keys found are {found}.")
-    torch_settings = {name: checkpoint[name] for name in TORCH_SETTINGS}
+    torch_settings = {name: _setting(name, checkpoint[name]) for name in TORCH_SETTINGS}
     scale = _scale(checkpoint["scale"])
     good_steps = _counter("_growth_tracker", checkpoint["_growth_tracker"])
     if BLOCK not in checkpoint:
@@ -87,23 +92,60 @@ def read(checkpoint: Mapping[str, Any]) -> Saved:
 
 def _read_block(block: Any) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]:
     """The policy's name, settings and further state, and the counters."""
+    version = _entry(_dict(BLOCK, block), "version")
+    if type(version) is not int or version != VERSION:
+        raise StateError(
+            f"The state has version {version!r}; this gradscale reads version "
+            f"{VERSION}. Load it with the gradscale that wrote it."
+        )
+    policy = _entry(block, "policy")
+    if not isinstance(policy, str):
+        raise StateError(f"The state's policy must be a name, got {policy!r}.")
+    settings = _dict("settings", _entry(block, "settings"))
+    state = _dict("state", _entry(block, "state"))
+    counters = _dict("counters", _entry(block, "counters"))
+    if "scale" in state:
+        raise StateError(f"The state says its scale twice: also in the block {BLOCK!r}.")
+    return (
+        policy,
+        {key: _setting(key, value) for key, value in settings.items()},
+        {key: _counter(key, value) for key, value in state.items()},
+        {key: _counter(key, value) for key, value in counters.items()},
+    )
+
+
+def _entry(block: Mapping[str, Any], key: str) -> Any:
+    if key not in block:
+        raise StateError(f"The block {BLOCK!r} of the state lacks {key}.")
+    return block[key]
+
+
+def _dict(key: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise StateError(f"The state's {key} must be a dict by names, got {value!r}.")
+    return value
+
+
+def _setting(key: str, value: Any) -> Any:
+    """`value` as a plain number or bool; which ones will do is the policy's to say."""
+    if isinstance(value, bool):
+        return value
     try:
-        if block["version"] != VERSION:
-            raise StateError(
-                f"The state has version {block['version']!r}; this gradscale reads version "
-                f"{VERSION}. Load it with the gradscale that wrote it."
-            )
-        state = {key: _counter(key, value) for key, value in dict(block["state"]).items()}
-        counters = {key: _counter(key, value) for key, value in dict(block["counters"]).items()}
-        return str(block["policy"]), dict(block["settings"]), state, counters
-    except (KeyError, TypeError, AttributeError) as error:
-        raise StateError(f"The block {BLOCK!r} of the state is damaged: {error!r}.") from None
+        return operator.index(value)
+    except TypeError:
+        pass
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise StateError(f"The state's {key} must be a number, got {value!r}.") from None
 
 
 def _scale(value: Any) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+        number = math.nan if isinstance(value, bool | str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if not 0 < number < math.inf:
         raise StateError(

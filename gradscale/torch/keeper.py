@@ -219,7 +219,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state, bad_losses = self._numbers()
-        settings = {name: _plain(value) for name, value in dataclasses.asdict(self._policy).items()}
+        settings = dataclasses.asdict(self._policy)
         name = type(self._policy).__name__
         return states.write(states.Saved(name, settings, state._asdict(), {_LOSSES: bad_losses}))
 
@@ -245,6 +245,9 @@ class ScaleKeeper(torch.amp.GradScaler):
         saved = states.read(state_dict)
         policy = self._policy_of(saved) if settings else self._policy
         fields = type(policy.init())._fields
+        if settings and saved.policy is not None and set(fields) != set(saved.state):
+            odd = ", ".join(sorted(set(fields) ^ set(saved.state)))
+            raise StateError(f"The state of {saved.policy} lacks or does not know: {odd}.")
         state = policy.init()._replace(**{k: v for k, v in saved.state.items() if k in fields})
         scale = float(state.scale)
         if isinstance(policy, Dynamic):
@@ -295,8 +298,3 @@ class ScaleKeeper(torch.amp.GradScaler):
             pickled["_initial"], pickled["_init_bad_losses"] = self._numbers()
             pickled["_state"] = pickled["_bad_losses"] = None
         return pickled
-
-
-def _plain(value: Any) -> Any:
-    """`value` without the subclass of float that marks a default bound."""
-    return float(value) if isinstance(value, float) else value
