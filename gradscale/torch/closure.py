@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradscale.errors import CallOrderError
-from gradscale.torch.unscale import Reading, params_with_grad, read, unscale, values_of
+from gradscale.torch.unscale import (
+    Reading,
+    grouped,
+    params_with_grad,
+    read,
+    unscale,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from gradscale.torch.scaler import GradScaler
@@ -101,10 +108,9 @@ class ClosureStep:
 
     def _parameters_finite(self) -> bool:
         """Whether the step left only finite numbers behind."""
-        params = [p.detach() for g in self._optimizer.param_groups for p in g["params"]]
-        values = [torch.view_as_real(p) if p.is_complex() else p for p in params]
-        one = torch.ones((), device=values[0].device)
-        return not any(map(bool, read(values, one).found_inf.values()))
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        reading = read(grouped(params), torch.ones((), device=params[0].device))
+        return not any(map(bool, reading.found_inf.values()))
 
 
 def _passes(scaler: GradScaler) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradscale.torch.unscale import (
     clear,
+    grouped,
     move,
     multiply,
     params_with_grad,
@@ -80,7 +81,7 @@ def test_every_half_value_is_unscaled_exactly(
     values = every_value(dtype, device)
     # A power of two times a half is exact in float64, so this rounds once, like the real thing.
     expected = (values.double() * 2.0**exponent).to(dtype)
-    unscale([values], scalar(2.0**exponent, device))
+    unscale(grouped([values]), scalar(2.0**exponent, device))
     assert same_numbers(values, expected)
 
 
@@ -89,13 +90,13 @@ def test_every_half_value_is_unscaled_exactly(
 def test_exactly_the_nonfinite_half_values_are_found(device: str, dtype: torch.dtype) -> None:
     values = every_value(dtype, device)
     finite = values[torch.isfinite(values.double())]
-    assert found(read([finite], scalar(1.0, device)).found_inf) == 0.0
+    assert found(read(grouped([finite]), scalar(1.0, device)).found_inf) == 0.0
     bad = values[~torch.isfinite(values.double())]
     assert len(bad) == len(values) - len(finite) > 2
     host = torch.zeros(3, dtype=dtype, device=device)
     for value in bad[:: max(1, len(bad) // 64)]:
         host[1] = value
-        assert found(read([host], scalar(1.0, device)).found_inf) == 1.0
+        assert found(read(grouped([host]), scalar(1.0, device)).found_inf) == 1.0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,13 +106,13 @@ def test_one_bad_element_among_many_tensors_is_found(
     device: str, bad: float, dtype: torch.dtype
 ) -> None:
     tensors = [torch.ones(size, dtype=dtype, device=device) for size in (1, 7, 4096, 5000)]
-    assert found(unscale(tensors, scalar(0.5, device)).found_inf) == 0.0
+    assert found(unscale(grouped(tensors), scalar(0.5, device)).found_inf) == 0.0
     tensors[3][4321] = bad
     for reading in (
-        read(tensors, scalar(1.0, device)),
-        read_norm(tensors, scalar(1.0, device))[0],
-        unscale([t.clone() for t in tensors], scalar(0.5, device)),
-        unscale([t.clone() for t in tensors], scalar(2.0, device)),
+        read(grouped(tensors), scalar(1.0, device)),
+        read_norm(grouped(tensors), scalar(1.0, device))[0],
+        unscale(grouped([t.clone() for t in tensors]), scalar(0.5, device)),
+        unscale(grouped([t.clone() for t in tensors]), scalar(2.0, device)),
     ):
         assert found(reading.found_inf) == 1.0
         assert bool(reading.fits)
@@ -128,9 +129,9 @@ def test_fits_is_what_unscaling_every_element_would_show(
     values = torch.tensor(numbers).to(dtype)
     expected = bool(torch.isfinite((values.float() * 2.0**exponent).to(dtype)).all())
     for reading in (
-        read([values], scalar(2.0**exponent)),
-        unscale([values.clone()], scalar(2.0**exponent)),
-        read_norm([values], scalar(2.0**exponent))[0],
+        read(grouped([values]), scalar(2.0**exponent)),
+        unscale(grouped([values.clone()]), scalar(2.0**exponent)),
+        read_norm(grouped([values]), scalar(2.0**exponent))[0],
     ):
         assert bool(reading.fits) == expected
         assert found(reading.found_inf) == 0.0
@@ -181,7 +182,7 @@ def test_duplicates_of_a_sparse_gradient_that_overflow_together_are_found(device
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_factor_below_the_half_range_is_not_rounded_to_zero(device: str) -> None:
     values = torch.tensor([2.0**15], dtype=torch.float16, device=device)
-    multiply([values], scalar(2.0**-30, device))
+    multiply(grouped([values]), scalar(2.0**-30, device))
     assert values.item() == 2.0**-15
 
 
@@ -195,7 +196,7 @@ def test_a_norm_is_right_where_its_square_leaves_float32(
     spread = torch.rand(count, device=device) * 0.9 + 0.1
     values = [spread * magnitude, torch.zeros(3, device=device)]
     expected = math.sqrt(sum(v**2 for v in values[0].double().tolist()))
-    reading, norm = read_norm(values, scalar(1.0, device))
+    reading, norm = read_norm(grouped(values), scalar(1.0, device))
     assert found(reading.found_inf) == 0.0
     # Squares, a sum of `count` positive terms and a root, each rounded to float32: relative error
     # at most (count + 3) / 2 units of 2**-24, and the two powers of two are exact.
@@ -206,18 +207,18 @@ def test_a_norm_is_right_where_its_square_leaves_float32(
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_norm_of_mixed_formats_counts_all_of_them(device: str) -> None:
     values = [torch.full((4,), 3.0, dtype=d, device=device) for d in (torch.float32, *HALVES)]
-    _, norm = read_norm(values, scalar(1.0, device))
+    _, norm = read_norm(grouped(values), scalar(1.0, device))
     assert float(norm.root) == pytest.approx(math.sqrt(108.0), rel=2.0**-22)
-    _, nothing = read_norm([], scalar(1.0, device))
+    _, nothing = read_norm(grouped([]), scalar(1.0, device))
     assert float(nothing.root) == 0.0
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_clearing_selects_and_does_not_multiply(device: str) -> None:
     values = torch.tensor([math.inf, math.nan, 1.0], device=device)
-    clear([values], torch.tensor(False, device=device))
+    clear(grouped([values]), torch.tensor(False, device=device))
     assert math.isinf(values[0])
-    clear([values], torch.tensor(True, device=device))
+    clear(grouped([values]), torch.tensor(True, device=device))
     assert values.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -225,8 +226,11 @@ def test_clearing_selects_and_does_not_multiply(device: str) -> None:
 def test_the_same_gradients_give_the_same_bits(device: str) -> None:
     torch.manual_seed(1)
     values = [torch.randn(n, device=device) for n in (3, 70_000, 1)]
-    first = read_norm(values, scalar(0.5, device))[1].root
-    assert all(torch.equal(first, read_norm(values, scalar(0.5, device))[1].root) for _ in range(5))
+    first = read_norm(grouped(values), scalar(0.5, device))[1].root
+    assert all(
+        torch.equal(first, read_norm(grouped(values), scalar(0.5, device))[1].root)
+        for _ in range(5)
+    )
 
 
 @settings(max_examples=20)
