@@ -9,7 +9,7 @@ nothing, the flags pick the cheaper path. There is no float64, because some devi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -166,9 +166,9 @@ def _root(values: Values, shift: Tensor) -> Tensor:
         wide = dtype in (torch.float32, torch.float64)
         as_is = wide and readable(here) and float(here) == 1
         for chunk in [group] if as_is else _chunks(group):
-            copies: Sequence[Tensor] = chunk
+            copies = chunk if wide else [value.float() for value in chunk]
             if not as_is:
-                copies = torch._foreach_mul(chunk if wide else [v.float() for v in chunk], here)
+                copies = list(torch._foreach_mul(copies, here))
             root = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(copies, 2)))
             parts.append(move(root.float(), shift.device))
     return torch.linalg.vector_norm(torch.stack(parts))
