@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 # Without it JAX searches for accelerators, and says so when it finds a GPU that it cannot use.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# A script, run by `make mutants`; the doctest collector would import it.
-collect_ignore = ["mutants.py"]
+# A script, run by `make mutants`, and what test files import (`pythonpath` in pyproject.toml makes
+# that work): the doctest collector would import the first, and the second once more.
+collect_ignore = ["mutants.py", "support"]
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
@@ -41,3 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Any]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.distributed_c10d._get_default_group()
+    dist.destroy_process_group()

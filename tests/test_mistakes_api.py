@@ -1,6 +1,6 @@
-"""Mistakes that other systems made in their API, 29 to 40, and edge cases of torch's scaler.
+"""Mistakes that other systems made in their API, 29 to 40.
 
-The second half of test_mistakes.py, which explains the form and lists all tests by number.
+A part of test_mistakes.py, which explains the form and lists all tests by number.
 """
 
 from __future__ import annotations
@@ -19,59 +19,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from gradscale import Dynamic, GradStats, SettingError, StateError
-from gradscale.torch import GradScaler
-
-TORCH, OURS = torch.amp.GradScaler, GradScaler
-Kind = type[torch.amp.GradScaler]
-HUGE = 2.0**120
-"""A gradient that overflows float32 at any scale from 2**8 on."""
-
-
-class Run:
-    """Gradient descent with rate 1 on y = weight * x, where the gradient is x; and its scaler."""
-
-    def __init__(self, kind: Kind, **settings: Any):
-        self.scaler: Any = kind("cpu", **settings)
-        self.model = line()
-        self.optimizer: Optimizer = SGD(self.model.parameters(), lr=1.0)
-
-    def backward(self, x: float) -> None:
-        self.scaler.scale(self.model(torch.tensor([x])).sum()).backward()
-
-    def train(self, *inputs: float) -> list[float]:
-        """torch's loop; the scale after every step."""
-        scales = []
-        for x in inputs:
-            self.optimizer.zero_grad()
-            self.backward(x)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            scales.append(self.scaler.get_scale())
-        return scales
-
-    @property
-    def weight(self) -> float:
-        return self.model.weight.item()
-
-
-def line() -> nn.Linear:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    return model
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What `call` returned, or the type of what it raised."""
-    try:
-        return call()
-    except Exception as error:
-        return type(error)
-
-
-# Mistakes of the API.
+from one_weight import HUGE, OURS, TORCH, Kind, Run, line, outcome
 
 
 def reported_by_step(kind: Kind) -> list[Any]:
@@ -377,129 +328,3 @@ def test_documented_defaults_are_the_defaults() -> None:
         "min_scale": default.min_scale,
         "max_scale": default.max_scale,
     }
-
-
-# Edge cases of torch.amp.GradScaler.
-
-
-def one_of_two_optimizers_overflows(kind: Kind) -> tuple[float, float, float]:
-    run, other = Run(kind), line()
-    optimizer = SGD(other.parameters(), lr=1.0)
-    run.backward(HUGE)
-    run.scaler.scale(other(torch.ones(1)).sum()).backward()
-    run.scaler.step(run.optimizer)
-    run.scaler.step(optimizer)
-    run.scaler.update()
-    return run.weight, other.weight.item(), run.scaler.get_scale()
-
-
-def test_optimizers_decide_alone_and_the_scale_falls_once() -> None:
-    assert one_of_two_optimizers_overflows(TORCH) == (1.0, 0.0, 2.0**15)
-    assert one_of_two_optimizers_overflows(OURS) == (1.0, 0.0, 2.0**15)
-
-
-def weight_and_gradient_of_a_shared_parameter(kind: Kind) -> tuple[float, float]:
-    """Two optimizers that both have the parameter take a step of 1 each."""
-    run = Run(kind)
-    other = SGD(run.model.parameters(), lr=1.0)
-    run.backward(1.0)
-    run.scaler.unscale_(run.optimizer)
-    run.scaler.unscale_(other)
-    run.scaler.step(run.optimizer)
-    run.scaler.step(other)
-    return run.weight, run.model.weight.grad.item()
-
-
-def test_parameter_of_two_optimizers_is_unscaled_once() -> None:
-    tiny = 2.0**-16
-    assert weight_and_gradient_of_a_shared_parameter(TORCH) == (1.0 - 2 * tiny, tiny)
-    assert weight_and_gradient_of_a_shared_parameter(OURS) == (-1.0, 1.0)
-
-
-def nan_after_unscale(kind: Kind, fused: bool) -> tuple[float, float]:
-    """The user divides the gradient by a norm that is 0; weight and scale."""
-    run = Run(kind)
-    run.optimizer = SGD(run.model.parameters(), lr=1.0, fused=fused)
-    run.backward(0.0)
-    run.scaler.unscale_(run.optimizer)
-    run.model.weight.grad.div_(run.model.weight.grad.norm())
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    return run.weight, run.scaler.get_scale()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_nan_made_after_unscale_is_not_applied(fused: bool) -> None:
-    weight, scale = nan_after_unscale(TORCH, fused)
-    assert math.isnan(weight)
-    assert scale == 2.0**16
-    assert nan_after_unscale(OURS, fused) == (1.0, 2.0**16)
-
-
-def train_and_clear_after_applied_steps_only(kind: Kind) -> tuple[float, float]:
-    """One overflow and four good samples; weight and scale."""
-    run = Run(kind)
-    for x in (HUGE, 1.0, 1.0, 1.0, 1.0):
-        before = run.weight
-        run.backward(x)
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        if run.weight != before:
-            run.optimizer.zero_grad()
-    return run.weight, run.scaler.get_scale()
-
-
-def test_forgotten_zero_grad_after_a_skip_does_no_harm() -> None:
-    assert train_and_clear_after_applied_steps_only(TORCH) == (1.0, 2.0**11)
-    assert train_and_clear_after_applied_steps_only(OURS) == (-3.0, 2.0**15)
-
-
-def step_without_gradients(kind: Kind) -> tuple[Any, list[str]]:
-    """An optimizer of a model that the loss does not depend on; what step() and warnings say."""
-    run = Run(kind)
-    run.backward(1.0)
-    run.scaler.step(run.optimizer)
-    idle = SGD(line().parameters(), lr=1.0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        answer = outcome(lambda: run.scaler.step(idle))
-    run.scaler.update()
-    return answer, [str(warning.message) for warning in caught]
-
-
-def test_optimizer_without_gradients_steps_with_a_warning() -> None:
-    assert step_without_gradients(TORCH) == (AssertionError, [])
-    answer, warned = step_without_gradients(OURS)
-    assert answer is None
-    assert ["0 of the 1 parameters" in message for message in warned] == [True]
-
-
-UNUSABLE = [
-    *[("init_scale", value) for value in (-1.0, 0.0, math.nan, math.inf, 2.0**-130)],
-    *[("growth_factor", value) for value in (math.nan, math.inf)],
-    *[("backoff_factor", value) for value in (0.0, -1.0)],
-    *[("growth_interval", value) for value in (0, -1, 1.5)],
-]
-
-
-@pytest.mark.parametrize(("name", "value"), UNUSABLE)
-def test_constructor_refuses_unusable_settings(name: str, value: float) -> None:
-    TORCH("cpu", **{name: value})
-    with pytest.raises(SettingError, match=f"{name} must be .*got {re.escape(str(value))}"):
-        GradScaler("cpu", **{name: value})
-
-
-def weights_and_state_of_fused_adamw(kind: Kind, *inputs: float) -> tuple[float, dict[str, float]]:
-    run = Run(kind)
-    run.optimizer = AdamW(run.model.parameters(), lr=0.1, fused=True)
-    run.train(*inputs)
-    state = run.optimizer.state[run.model.weight]
-    return run.weight, {name: value.item() for name, value in state.items()}
-
-
-def test_skipped_fused_step_leaves_no_trace() -> None:
-    for kind in (TORCH, OURS):
-        untouched = (1.0, {"step": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0})
-        assert weights_and_state_of_fused_adamw(kind, HUGE) == untouched
-        stepped = weights_and_state_of_fused_adamw(kind, 1.0, 2.0)
-        assert weights_and_state_of_fused_adamw(kind, HUGE, 1.0, HUGE, 2.0, HUGE) == stepped

@@ -140,7 +140,8 @@ class ScaleKeeper(torch.amp.GradScaler):
             raise SettingError(
                 f"{name} is a setting of Dynamic, and this scaler's policy is {self._policy}."
             )
-        self._policy = dataclasses.replace(self._policy, **{name: value})
+        # As torch's setters do, this takes any number: also one that is no power of two.
+        self._policy = dataclasses.replace(self._policy, exact=False, **{name: value})
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Sets the scale in place, by the rules of `init_scale`."""
@@ -160,15 +161,11 @@ class ScaleKeeper(torch.amp.GradScaler):
                 scale.copy_(torch.where(usable, wanted.clamp(low, high), scale))
                 return
             new_scale = new_scale.item()
-        policy = self._policy
-        if isinstance(policy, Dynamic):
-            # The constructor knows the rules; a default bound gives way here as it does there.
-            checked = dataclasses.replace(policy, init_scale=new_scale)
-            self._policy = dataclasses.replace(
-                policy, min_scale=checked.min_scale, max_scale=checked.max_scale
-            )
-        else:
-            checked = Dynamic(init_scale=new_scale, exact=False)
+        # The constructor knows the rules: a default bound gives way here as it does there.
+        policy = self._policy if isinstance(self._policy, Dynamic) else Dynamic()
+        checked = dataclasses.replace(policy, init_scale=new_scale, exact=False)
+        if policy is self._policy:
+            self._policy = dataclasses.replace(checked, init_scale=policy.init_scale)
         scale.fill_(checked.init_scale)
 
     def _bounds(self) -> tuple[float, float]:

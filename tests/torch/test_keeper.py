@@ -111,6 +111,15 @@ def test_update_takes_any_positive_number(device: str, kind: Any) -> None:
     assert scaler._scale.data_ptr() == pointer
 
 
+def test_numbers_that_are_no_powers_of_two_may_be_set_with_any_policy() -> None:
+    scaler = GradScaler("cpu", policy=Dynamic(growth_interval=1))
+    scaler.scale(torch.ones(()))
+    scaler.update(3.0)
+    scaler.set_growth_factor(1.5)
+    iterate(scaler)  # the open window closes with the scale it has
+    assert scaler.get_scale() == 4.5
+
+
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, "2", True, torch.ones(2)])
 def test_update_refuses_what_cannot_be_a_scale(wrong: Any) -> None:
     scaler = GradScaler("cpu", init_scale=8.0)

@@ -1,0 +1,94 @@
+"""The policies and the histories that the tests of the rules walk through, and the plain walk.
+
+Adding a policy to every test of them is one line in POLICIES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+from gradscale.policy import Dynamic, GradStats, Off, Policy, State, Static, scalars
+
+History = list[GradStats]
+Walk = Callable[[Policy, History], list[State]]
+
+GOOD, BAD = GradStats(finite=True), GradStats(finite=False)
+BOTTOM, TOP = 2.0**-126, 2.0**127  # the powers of two that float32 holds as normal numbers
+FLAGS = ("finite", "loss_finite", "fits")
+STEPS = 60
+
+
+def dynamic(*numbers: float, exact: bool = True) -> Dynamic:
+    """A Dynamic by its seven numbers in order, none of them left to its default."""
+    names = [field.name for field in dataclasses.fields(Dynamic) if field.name != "exact"]
+    return Dynamic(**dict(zip(names, numbers, strict=True)), exact=exact)
+
+
+POLICIES: dict[str, Policy] = {
+    "Off": Off(),
+    "Static": Static(init_scale=2.0**11),
+    "Static, inexact": Static(init_scale=1000.1, exact=False),
+    "Dynamic": dynamic(2.0**10, 4.0, 0.25, 3, 2, 2.0**-8, 2.0**30),
+    "Dynamic, tight bounds": dynamic(8.0, 8.0, 0.125, 2, 3, 4.0, 16.0),
+    "Dynamic, restless": dynamic(2.0**-3, 16.0, 2.0**-7, 1, 4, 2.0**-20, 2.0**40),
+    "Dynamic, inexact": dynamic(1000.1, 1.7, 0.3, 2, 2, 0.07, 54321.9, exact=False),
+    "Dynamic, at the bottom": dynamic(2.0**-124, 4.0, 0.25, 2, 3, BOTTOM, 2.0**-80),
+    "Dynamic, at the top": dynamic(2.0**126, 4.0, 0.25, 2, 2, 2.0**90, TOP),
+    "Dynamic, inexact at the top": dynamic(3e38, 1.7, 0.3, 2, 2, 1e30, 3.4e38, exact=False),
+}
+
+
+def eager(xp: Any, flag: Callable[[bool], Any]) -> Walk:
+    """A walk one step at a time; `flag` makes what the policy is told of a Python bool."""
+
+    def walk(policy: Policy, history: History) -> list[State]:
+        state, states = policy.init(xp), []
+        for stats in history:
+            told = GradStats(*(flag(v) if isinstance(v, bool) else v for v in stats))
+            state = policy.update(state, told, xp)
+            states.append(state)
+        return states
+
+    return walk
+
+
+def random_history(seed: int, steps: int) -> History:
+    """Random flags in phases, so that long runs of either kind and every mixture occur."""
+    # The first step changes nothing: what comes back is what init() gave.
+    rng, history = random.Random(seed), [GradStats(finite=True, loss_finite=False)]
+    while len(history) < steps:
+        chance = rng.choice((0.1, 0.5, 0.95))
+        for _ in range(rng.randint(1, 12)):
+            history.append(
+                GradStats(
+                    finite=rng.random() < chance,
+                    loss_finite=rng.random() < 0.85,
+                    fits=rng.random() < 0.7,
+                )
+            )
+    return history[:steps]
+
+
+HISTORIES = [random_history(seed, STEPS) for seed in range(2)]
+plain = eager(scalars, bool)
+
+
+def differences(expected: list[State], walked: list[State]) -> list[str]:
+    """Where a walk leaves the plain one, in value, or float32 and int32, in type."""
+    found = []
+    if len(expected) != len(walked):
+        found.append(f"{len(walked)} steps instead of {len(expected)}")
+    for i, (want, got) in enumerate(zip(expected, walked, strict=False)):
+        if type(want) is not type(got):
+            found.append(f"step {i}: {type(got).__name__} instead of {type(want).__name__}")
+            continue
+        for name, a, b in zip(want._fields, want, got, strict=True):
+            kind = "float32" if isinstance(a, float) else "int32"
+            if str(b.dtype).removeprefix("torch.") != kind or b.shape != ():
+                found.append(f"step {i}: {name} has type {b.dtype} and shape {tuple(b.shape)}")
+            if a != b.item():
+                found.append(f"step {i}: {name} is {b.item()} instead of {a}")
+    return found
