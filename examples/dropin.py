@@ -31,16 +31,15 @@ def main() -> None:
         # In float32: a float16 loss would overflow by itself at a scale above 2**15.
         loss = torch.nn.functional.mse_loss(outputs.float(), targets)
 
-        scale = scaler.get_scale()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
         scaler.step(optimizer)
         scaler.update()
 
-        # torch's idiom. It sees skips that lower the scale, and this run has no others.
-        applied = scaler.get_scale() >= scale
-        print(f"{step:>4}  {loss.item():>12.4g}  {scale:>6g}  {'yes' if applied else 'no'}")
+        outcome = scaler.outcome(optimizer)
+        applied = "yes" if outcome.applied else "no"
+        print(f"{step:>4}  {loss.item():>12.4g}  {outcome.scale.item():>6g}  {applied}")
 
 
 if __name__ == "__main__":
