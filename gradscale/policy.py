@@ -90,13 +90,13 @@ def _float32(value: float) -> float:
 scalars = _Scalars()
 
 
-class _DefaultBound(float):
+class DefaultBound(float):
     """A bound that nobody gave: it moves out of the way of an `init_scale` beyond it."""
 
 
-MIN_SCALE = _DefaultBound(2.0**-14)
+MIN_SCALE = DefaultBound(2.0**-14)
 """The default floor: below it the seed of a float16 backward pass is itself subnormal."""
-MAX_SCALE = _DefaultBound(2.0**64)
+MAX_SCALE = DefaultBound(2.0**64)
 """The default ceiling."""
 
 
@@ -200,10 +200,11 @@ class Dynamic:
 
     def _place_bounds(self) -> None:
         """Lets default bounds give way to `init_scale`; refuses given bounds that exclude it."""
-        if isinstance(self.min_scale, _DefaultBound):
-            _set(self, "min_scale", _DefaultBound(min(self.min_scale, self.init_scale)))
-        if isinstance(self.max_scale, _DefaultBound):
-            _set(self, "max_scale", _DefaultBound(max(self.max_scale, self.init_scale)))
+        kept = _float32(self.init_scale)  # what a state will hold
+        if isinstance(self.min_scale, DefaultBound):
+            _set(self, "min_scale", DefaultBound(min(self.min_scale, self.init_scale, kept)))
+        if isinstance(self.max_scale, DefaultBound):
+            _set(self, "max_scale", DefaultBound(max(self.max_scale, self.init_scale, kept)))
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise SettingError(
                 f"init_scale must lie within min_scale {self.min_scale} and max_scale "
@@ -274,7 +275,7 @@ def _set(policy: Any, name: str, value: Any) -> None:
 
 def _number(name: str, value: Any) -> float:
     """`value` as a float, or a SettingError."""
-    if isinstance(value, _DefaultBound):
+    if isinstance(value, DefaultBound):
         return value
     try:
         if isinstance(value, bool | str | bytes):

@@ -81,6 +81,8 @@ def read(checkpoint: Mapping[str, Any]) -> Saved:
     torch_settings = {name: _setting(name, checkpoint[name]) for name in TORCH_SETTINGS}
     scale = _scale(checkpoint["scale"])
     good_steps = _counter("_growth_tracker", checkpoint["_growth_tracker"])
+    if BLOCK not in checkpoint and torch_settings == _STILL:
+        return Saved("Static", {"init_scale": scale, "exact": False}, {"scale": scale}, {})
     if BLOCK not in checkpoint:
         return Saved(None, torch_settings, {"scale": scale, "good_steps": good_steps}, {})
     policy, settings, state, counters = _read_block(checkpoint[BLOCK])

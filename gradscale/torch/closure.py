@@ -78,29 +78,24 @@ class ClosureStep:
         if scaler._window is not None:
             # The closure clears its gradients, as every closure does: what comes back is scaled.
             scaler._window.forget(p for g in optimizer.param_groups for p in g["params"])
-        passes = _passes(scaler)
+        scaled_before = scaler._scaled_losses
         loss = self._closure()
         window = scaler._window
-        if window is None or _passes(scaler) == passes:
+        if window is None or scaler._scaled_losses == scaled_before:
             raise CallOrderError(
                 "The closure ran without scaling its loss. In the closure, call "
                 "scaler.backward(loss) instead of loss.backward(), and return the loss."
             )
-        if scaler._last_scaled() is loss:
-            raise CallOrderError(
-                "The closure returned the scaled loss. Return the loss itself, unscaled."
-            )
+        if loss is None or scaler._last_scaled() is loss:
+            what = "nothing" if loss is None else "the scaled loss"
+            raise CallOrderError(f"The closure returned {what}. Return the loss itself, unscaled.")
         self._evaluations += 1
         self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale)
+        found = any(map(bool, self.reading.found_inf.values()))
         loss_finite = bool(torch.isfinite(torch.as_tensor(loss)).all())
-        gradients_usable = not any(map(bool, self.reading.found_inf.values())) and bool(
-            self.reading.fits
-        )
-        if not gradients_usable and (loss_finite or self._evaluations == 1):
-            raise _Undo
-        if loss_finite:
+        if loss_finite and not found and bool(self.reading.fits):
             return loss
-        if self._evaluations == 1:
+        if loss_finite or self._evaluations == 1:
             raise _Undo
         # A trial step that went too far. As infinity the line search rejects it; NaN compares false
         # with everything.
@@ -108,15 +103,9 @@ class ClosureStep:
 
     def _parameters_finite(self) -> bool:
         """Whether the step left only finite numbers behind."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        reading = read(grouped(params), torch.ones((), device=params[0].device))
-        return not any(map(bool, reading.found_inf.values()))
-
-
-def _passes(scaler: GradScaler) -> tuple[int, int]:
-    """What changes whenever a loss is scaled."""
-    window = scaler._window
-    return (id(window), 0 if window is None else window.passes)
+        params = params_with_grad(self._optimizer)  # others were not stepped
+        one = torch.ones(())
+        return not any(bool(flag) for flag in read(grouped(params), one).found_inf.values())
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:

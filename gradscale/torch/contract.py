@@ -71,4 +71,4 @@ def _without_momentum(optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor
 
 def writes_back(optimizer: Optimizer) -> bool:
     """Whether `step_on_device` with a scale surely leaves unscaled gradients where it steps."""
-    return type(optimizer).__module__.startswith("torch.optim")
+    return getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")

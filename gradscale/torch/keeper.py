@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradscale import states
 from gradscale.errors import CallOrderError, SettingError, StateError
-from gradscale.policy import POLICIES, Dynamic, GradStats, Policy, State
+from gradscale.policy import POLICIES, DefaultBound, Dynamic, GradStats, Policy, State
 from gradscale.torch.unscale import move
 from gradscale.torch.window import Window
 
@@ -47,6 +47,8 @@ def _field(holder: str, name: str, missing: Any) -> Any:
         return getattr(getattr(self, holder), name, missing)
 
     def set_(self: ScaleKeeper, value: Any) -> None:
+        if getattr(self, holder) is None:
+            self._lazy_init_scale_growth_tracker(value.device)
         setattr(self, holder, getattr(self, holder)._replace(**{name: value}))
 
     return property(get, set_)
@@ -58,6 +60,7 @@ class ScaleKeeper(torch.amp.GradScaler):
     _policy: Policy
     _enabled: bool
     _device: str
+    _window: Window | None
 
     def _keep(self, policy: Policy) -> None:
         """Takes `policy` in its first state, on no device yet."""
@@ -87,8 +90,9 @@ class ScaleKeeper(torch.amp.GradScaler):
             dtype = torch.float32 if isinstance(value, float) else torch.int32
             return torch.full((), value, dtype=dtype, device=dev)
 
-        self._state = type(self._initial)(*(on_device(value) for value in self._initial))
-        self._bad_losses = on_device(self._init_bad_losses)
+        with torch.inference_mode(False):  # the first loss may be that of an evaluation
+            self._state = type(self._initial)(*(on_device(value) for value in self._initial))
+            self._bad_losses = on_device(self._init_bad_losses)
 
     def _live(self, call: str) -> State:
         """The state on its device; a CallOrderError if no tensor has told the device yet."""
@@ -144,7 +148,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         self._policy = dataclasses.replace(self._policy, exact=False, **{name: value})
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
-        """Sets the scale in place, by the rules of `init_scale`."""
+        """Sets the scale in place, by the rules of `init_scale`; default bounds give way to it."""
         scale = self._live("update()").scale
         if isinstance(new_scale, Tensor):
             if new_scale.numel() != 1 or new_scale.requires_grad:
@@ -163,7 +167,10 @@ class ScaleKeeper(torch.amp.GradScaler):
             new_scale = new_scale.item()
         # The constructor knows the rules: a default bound gives way here as it does there.
         policy = self._policy if isinstance(self._policy, Dynamic) else Dynamic()
-        checked = dataclasses.replace(policy, init_scale=new_scale, exact=False)
+        try:
+            checked = dataclasses.replace(policy, init_scale=new_scale, exact=False)
+        except SettingError as error:
+            raise SettingError(f"update({new_scale!r}): {error}") from None
         if policy is self._policy:
             self._policy = dataclasses.replace(checked, init_scale=policy.init_scale)
         scale.fill_(checked.init_scale)
@@ -188,6 +195,8 @@ class ScaleKeeper(torch.amp.GradScaler):
                 # A further update() for the same backward passes: only an overflow that is news
                 # counts.
                 news = window.finite & ~finite
+                if window.loss_finite is not None:
+                    news = news & window.loss_finite
                 finite = finite & window.finite
             window.finite = finite
         stats = GradStats(finite=finite, loss_finite=loss_finite, fits=fits)
@@ -217,6 +226,9 @@ class ScaleKeeper(torch.amp.GradScaler):
             return {}
         state, bad_losses = self._numbers()
         settings = dataclasses.asdict(self._policy)
+        for bound in ("min_scale", "max_scale"):
+            if isinstance(settings.get(bound), DefaultBound):
+                settings[f"default_{bound}"] = True
         name = type(self._policy).__name__
         return states.write(states.Saved(name, settings, state._asdict(), {_LOSSES: bad_losses}))
 
@@ -230,9 +242,9 @@ class ScaleKeeper(torch.amp.GradScaler):
         """Takes over a checkpoint, ours or torch's.
 
         Args:
-            state_dict: What `state_dict()` gave, here or in torch. settings: Whether to take the
-            settings as well, as torch does. False keeps the settings of this scaler
-                and takes the scale and the counters alone.
+            state_dict: What `state_dict()` gave, here or in torch.
+            settings: Whether to take the settings as well, as torch does. False keeps the settings
+                of this scaler and takes the scale and the counters alone.
 
         Raises:
             StateError: It cannot be read; nothing was loaded.
@@ -255,6 +267,8 @@ class ScaleKeeper(torch.amp.GradScaler):
                 stacklevel=2,
             )
         self._policy = policy
+        if self._window is not None:
+            self._window.closed = True  # the next loss takes the loaded scale
         self._initial = state._replace(scale=scale)
         self._init_bad_losses = saved.counters.get(_LOSSES, 0)
         if self._state is not None and self._bad_losses is not None:
@@ -269,7 +283,11 @@ class ScaleKeeper(torch.amp.GradScaler):
         """The policy that a checkpoint asks for."""
         try:
             if saved.policy is not None:
-                return POLICIES[saved.policy](**saved.settings)
+                given = dict(saved.settings)
+                for bound in ("min_scale", "max_scale"):
+                    if given.pop(f"default_{bound}", False):
+                        given[bound] = DefaultBound(given[bound])
+                return POLICIES[saved.policy](**given)
             if isinstance(self._policy, Dynamic):
                 return dataclasses.replace(self._policy, exact=False, **saved.settings)
         except KeyError:

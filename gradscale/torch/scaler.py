@@ -23,7 +23,7 @@ from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import step_on_device, writes_back
 from gradscale.torch.outcome import StepOutcome
-from gradscale.torch.scaling import Scaling
+from gradscale.torch.scaling import NOT_SAVED, Scaling
 from gradscale.torch.unscale import params_with_grad, read, values_of
 from gradscale.torch.window import Fate, Window
 
@@ -96,10 +96,13 @@ class GradScaler(Scaling):
         torch.optim).
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        closure, args, kwargs = _take_closure(args, kwargs)
+            result = optimizer.step(*args, **kwargs)
+            yes = torch.ones((), dtype=torch.bool)
+            self._tell(optimizer, StepOutcome(yes, yes, yes, yes, torch.ones(())))
+            return result
+        closure, others, named = _take_closure(args, kwargs)
         if closure is not None:
-            return self._step_with_closure(optimizer, closure, args, kwargs)
+            return self._step_with_closure(optimizer, closure, others, named)
         window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
         state = self._per_optimizer_states[id(optimizer)]
         params = params_with_grad(optimizer)
@@ -189,12 +192,20 @@ class GradScaler(Scaling):
             loss_finite=yes if window.loss_finite is None else window.loss_finite,
             scale=window.scale,
         )
-        self._outcomes[optimizer] = self._last_outcome = outcome
+        self._tell(optimizer, outcome)
         self._skips.append((weakref.ref(optimizer), skipped))
+
+    def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
+        """Keeps `outcome` for whoever asks, as long as `optimizer` lives."""
+        key, outcomes = id(optimizer), self._outcomes
+        outcomes[key] = (weakref.ref(optimizer, lambda _: outcomes.pop(key, None)), outcome)
+        self._last_outcome = outcome
 
     def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
         """What became of the last step, of `optimizer` or of any."""
-        outcome = self._last_outcome if optimizer is None else self._outcomes.get(optimizer)
+        outcome = self._last_outcome
+        if optimizer is not None:
+            outcome = self._outcomes.get(id(optimizer), (None, None))[1]
         if outcome is None:
             raise CallOrderError(
                 "outcome() was called before step(). Call scaler.step(optimizer) first."
@@ -222,7 +233,7 @@ class GradScaler(Scaling):
                 self._move(finite, fits, self._window)
         self._reset()
         if self._window is not None:
-            self._window.close(self._seen)
+            self._window.close(ref() for ref in list(self._seen.values()))
         self._clear_skipped(wait=False)
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:
@@ -238,17 +249,7 @@ class GradScaler(Scaling):
 
     def __getstate__(self) -> dict[str, Any]:
         pickled = super().__getstate__()
-        for name in (
-            "_per_optimizer_states",
-            "_fits",
-            "_held",
-            "_window",
-            "_seen",
-            "_skips",
-            "_outcomes",
-            "_last_outcome",
-            "_last_scaled",
-        ):
+        for name in NOT_SAVED:
             pickled.pop(name)
         return pickled
 
@@ -260,10 +261,10 @@ class GradScaler(Scaling):
 def _take_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """The closure among the arguments of `step`, and the other arguments. None is no closure."""
-    if "closure" in kwargs:
+    """The closure among the arguments of `step`, if there is one, and the other arguments."""
+    if callable(kwargs.get("closure")):
         return kwargs["closure"], args, {k: v for k, v in kwargs.items() if k != "closure"}
-    if args and (args[0] is None or callable(args[0])):
+    if args and callable(args[0]):
         return args[0], args[1:], kwargs
     return None, args, kwargs
 

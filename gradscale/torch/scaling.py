@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.policy import Dynamic
 from gradscale.torch.keeper import ScaleKeeper
 from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.unscale import (
@@ -35,6 +37,19 @@ from gradscale.torch.unscale import (
 )
 from gradscale.torch.window import Fate, Window
 
+# What belongs to the iterations, and not to the scaler that is saved.
+NOT_SAVED = (
+    "_per_optimizer_states",
+    "_fits",
+    "_held",
+    "_window",
+    "_scaled_losses",
+    "_seen",
+    "_skips",
+    "_outcomes",
+    "_last_outcome",
+    "_last_scaled",
+)
 # A float16 loss seeds its backward pass in float16, where 2**16 is infinite.
 _HALF_LOSS_SCALE = 2.0**15
 
@@ -45,19 +60,19 @@ class Scaling(ScaleKeeper):
     _warned_half: bool
 
     def _begin(self) -> None:
-        """Sets up what belongs to the iterations and is never saved."""
+        """Sets up what belongs to the iterations: NOT_SAVED."""
         self._reset()
         self._window: Window | None = None
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._scaled_losses = 0
+        # By id, because an optimizer, or a wrapper of one, need not be hashable.
+        self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._skips: list[tuple[weakref.ref[Optimizer], Tensor]] = []
-        self._outcomes: weakref.WeakKeyDictionary[Optimizer, StepOutcome] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._outcomes: dict[int, tuple[weakref.ref[Optimizer], StepOutcome]] = {}
         self._last_outcome: StepOutcome | None = None
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
 
     def _reset(self) -> None:
-        """Makes every optimizer READY; what was found is kept under torch's names."""
+        """Makes every optimizer READY, with nothing found yet, under torch's names."""
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(
             _refresh_per_optimizer_state
         )
@@ -73,12 +88,11 @@ class Scaling(ScaleKeeper):
             return outputs
         if isinstance(outputs, Tensor):
             window = self._open(outputs)
-            window.passes += 1
-            if _losses_tell():
-                window.note_loss(outputs)
             scaled = _times(outputs, window.scale)
-            window.watch(scaled)
+            if scaled.requires_grad and not _inside_functorch(scaled):
+                scaled.register_hook(partial(self._begin_pass, window, outputs.detach()))
             self._last_scaled = weakref.ref(scaled)
+            self._scaled_losses += 1
             return scaled
         if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes | Mapping):
             scaled_items = map(self.scale, outputs)
@@ -89,6 +103,13 @@ class Scaling(ScaleKeeper):
         raise ValueError(
             f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}."
         )
+
+    def _begin_pass(self, window: Window, loss: Tensor, _: Tensor) -> None:
+        """Called when the backward pass of a scaled `loss` begins: its gradients are `window`'s."""
+        window.begin()
+        if _losses_tell():
+            window.note_loss(loss)
+        self._window = window
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scales `loss`, a tensor or several, and runs its backward pass."""
@@ -117,9 +138,7 @@ class Scaling(ScaleKeeper):
         window = self._window
         half = output.dtype is torch.float16
         if window is None or window.closed or window.captured != _capturing():
-            if half or (window is not None and window.half):
-                self._live("scale()").scale.clamp_(max=_HALF_LOSS_SCALE)
-            window = self._renew(window)
+            window = self._renew(window, half or (window is not None and window.half))
         window.half |= half
         if half and not self._warned_half:
             self._warned_half = True
@@ -130,11 +149,19 @@ class Scaling(ScaleKeeper):
             )
         return window
 
-    def _renew(self, last: Window | None) -> Window:
-        """A new window, after `last`, with the scale of now."""
+    def _renew(self, last: Window | None, half: bool = False) -> Window:
+        """A new window after `last`, with the scale of now, or what a `half` loss can bear."""
         self._clear_skipped(wait=True)
-        before = {} if last is None else last.leftovers()
-        self._window = Window(self._live("scale()").scale.clone(), before, _capturing())
+        state = self._live("scale()")
+        with torch.inference_mode(False):
+            scale = state.scale.clone()
+            if half:
+                scale.clamp_(max=_HALF_LOSS_SCALE)
+                if isinstance(self._policy, Dynamic):
+                    # Else it would grow on and on, and take as long to come back.
+                    state.scale.clamp_(max=max(_HALF_LOSS_SCALE, self._policy.min_scale))
+            before = {} if last is None else last.leftovers()
+            self._window = Window(scale, before, _capturing())
         return self._window
 
     def _clear_skipped(self, wait: bool) -> None:
@@ -153,7 +180,9 @@ class Scaling(ScaleKeeper):
                 continue
             if readable(skipped) and not skipped:
                 continue
-            params = window.still(params_with_grad(optimizer))
+            # Where the host knows of the skip, also what a later backward pass added to.
+            known = window.known if readable(skipped) else window.still
+            params = known(params_with_grad(optimizer))
             clear(values_of(params), skipped)
             window.mark(params, fate=Fate.CLEARED)
         self._skips = later
@@ -197,9 +226,11 @@ class Scaling(ScaleKeeper):
                     f"{call}() was called, but there are no new gradients since the last step of "
                     "this optimizer. Call scaler.scale(loss).backward() first."
                 )
-            window = self._renew(window)  # scaled by hand, with get_scale()
-        self._seen.add(optimizer)
-        self._held[id(optimizer)] = optimizer
+            if window is None or not window.begun_since(optimizer):
+                window = self._renew(window)  # scaled by hand, with get_scale()
+        key, seen = id(optimizer), self._seen
+        seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
+        self._held[key] = optimizer
         return window
 
     def _stage(self, optimizer: Optimizer) -> OptState:
@@ -213,11 +244,10 @@ class Scaling(ScaleKeeper):
         fresh, other = window.split(params)
         self._record(optimizer, unscale(values_of(fresh), window.inv_scale), OptState.UNSCALED)
         if other:
+            one = torch.ones_like(window.scale)
             for param, mark in other:
-                if mark.left is not None:
-                    multiply(values_of([param]), mark.left)
-            rest = read(values_of(param for param, _ in other), torch.ones_like(window.scale))
-            self._record(optimizer, rest, OptState.UNSCALED)
+                left = one if mark.left is None else mark.left
+                self._record(optimizer, unscale(values_of([param]), left), OptState.UNSCALED)
         window.use(optimizer)
         window.mark(params)
 
@@ -232,16 +262,25 @@ class Scaling(ScaleKeeper):
         state["stage"] = stage
 
     def _recheck(self, optimizer: Optimizer, window: Window) -> None:
-        """Reads unscaled gradients again if they may have been edited since."""
+        """Reads unscaled gradients again if they may have been edited since.
+
+        Gradients that a backward pass has made since, in place of the unscaled ones, are scaled.
+        """
         params = params_with_grad(optimizer)
         if not window.edited(params):
             return
-        reading = read(values_of(params), torch.ones_like(window.scale))
-        spoilt = self._found(reading.found_inf) & ~self._found(
-            self._found_inf_per_device(optimizer)
-        )
-        self._record(optimizer, Reading({}, ~spoilt), OptState.UNSCALED)
+        if window.begun_since(optimizer):
+            made = unscale(values_of(window.fresh(params)), window.inv_scale)
+            self._record(optimizer, made, OptState.UNSCALED)
+            window.use(optimizer)
+        self._record_edit(optimizer, read(values_of(params), torch.ones_like(window.scale)))
         window.mark(params)
+
+    def _record_edit(self, optimizer: Optimizer, reading: Reading) -> None:
+        """Adds a `reading` of unscaled gradients: what is not finite only now does not fit."""
+        before = self._found(self._found_inf_per_device(optimizer))
+        spoilt = self._found(reading.found_inf) & ~before
+        self._record(optimizer, Reading({}, reading.fits & ~spoilt), OptState.UNSCALED)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """The 2-norm of the unscaled gradients, after unscaling and clipping them in place.
@@ -257,13 +296,18 @@ class Scaling(ScaleKeeper):
             return torch.nn.utils.clip_grad_norm_(params, max_norm)
         window = self._use(optimizer, "clip_grad_norm_", (OptState.READY, OptState.UNSCALED))
         stage = self._stage(optimizer)
-        if stage is OptState.READY and window.split(params)[1]:
+        if stage is OptState.UNSCALED:
+            self._recheck(optimizer, window)
+        elif window.split(params)[1]:
             self._unscale(optimizer, window)
             stage = OptState.UNSCALED
         inv_scale = window.inv_scale if stage is OptState.READY else torch.ones_like(window.scale)
         values = values_of(params)
         reading, norm = read_norm(values, inv_scale)
-        self._record(optimizer, reading, OptState.UNSCALED)
+        if stage is OptState.READY:
+            self._record(optimizer, reading, OptState.UNSCALED)
+        else:
+            self._record_edit(optimizer, reading)
         skipped = self._skipped(optimizer)
         # In two steps, because the scaled norm may overflow where the unscaled one does not.
         half = norm.shift.sqrt()
@@ -317,6 +361,11 @@ def _times(value: Tensor, factor: Tensor) -> Tensor:
     """`value` times the float32 `factor`, in float32 where `value` is float16."""
     wide = value.float() if value.dtype is torch.float16 else value
     return wide * move(factor, value.device)
+
+
+def _inside_functorch(value: Tensor) -> bool:
+    """Whether `value` lives in a torch.func transform, which must not leak out of it."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def _capturing() -> bool:

@@ -2,8 +2,9 @@
 
 One read gives the largest magnitude of every tensor, and that is enough: a NaN or an infinity shows
 in it, and whether the unscaled values fit their format follows from the largest alone, because
-rounding is monotone. Nothing here waits for a device; on the CPU, where reading a number costs
-nothing, the flags pick the cheaper path. There is no float64, because some devices have none.
+rounding is monotone. Nothing here waits for a device, except for copies to the CPU; there, reading
+a number costs nothing, and the flags pick the cheaper path. There is no float64 of our own, because
+some devices have none.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def grouped(tensors: Iterable[Tensor]) -> Values:
     """The numbers of dense `tensors`, as real tensors that share their memory."""
     values: Values = defaultdict(list)
     for tensor in tensors:
-        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        value = tensor
+        if tensor.is_complex():
+            # The factors are real, so the conjugate in the same memory will do.
+            value = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
         values[value.device, value.dtype].append(value)
     return values
 
@@ -159,8 +163,9 @@ def read_norm(values: Values, inv_scale: Tensor) -> tuple[Reading, Norm]:
 
 
 def _root(values: Values, shift: Tensor) -> Tensor:
-    """The 2-norm of `values` times `shift`."""
-    parts = [torch.zeros_like(shift)]
+    """The 2-norm of `values` times `shift`, in float64 if some of them are."""
+    double = any(dtype is torch.float64 for _, dtype in values)
+    parts = [shift.new_zeros((), dtype=torch.float64 if double else torch.float32)]
     for (device, dtype), group in values.items():
         here = move(shift, device)
         wide = dtype in (torch.float32, torch.float64)
@@ -170,7 +175,7 @@ def _root(values: Values, shift: Tensor) -> Tensor:
             if not as_is:
                 copies = list(torch._foreach_mul(copies, here))
             root = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(copies, 2)))
-            parts.append(move(root.float(), shift.device))
+            parts.append(move(root.to(parts[0].dtype), shift.device))
     return torch.linalg.vector_norm(torch.stack(parts))
 
 

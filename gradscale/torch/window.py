@@ -1,9 +1,10 @@
 """A window: all backward passes between two steps, and what became of their gradients.
 
 Gradients remember the scale they were made with by belonging to a window, which holds a snapshot of
-it: an `update()` that comes early, late or twice cannot change what they are divided by. A `Mark`
-remembers one gradient as it was when somebody used it or passed it by, so that nothing is divided
-twice and nothing left over is added to.
+it: an `update()` that comes early, late or twice cannot change what they are divided by. A hook on
+the scaled loss tells which window a backward pass belongs to. A `Mark` remembers one gradient as it
+was when somebody used it or passed it by, so that nothing is divided twice and gradients of two
+scales are not added up unnoticed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradscale.errors import CallOrderError
-from gradscale.torch.unscale import move
+from gradscale.torch.unscale import move, params_with_grad
 
 
 class Fate(Enum):
@@ -31,17 +32,28 @@ class Fate(Enum):
 class Mark:
     """One gradient as it was when its fate was settled."""
 
-    __slots__ = ("fate", "grad", "left", "param", "passes", "version")
+    __slots__ = ("begun", "fate", "grad", "left", "nonzero", "param", "version")
 
-    def __init__(self, param: Tensor, fate: Fate, passes: int, left: Tensor | None) -> None:
+    def __init__(self, param: Tensor, fate: Fate, begun: int, left: Tensor | None) -> None:
         self.param = weakref.ref(param)
         self.grad = weakref.ref(param.grad)
-        self.version: int = param.grad._version  # type: ignore[union-attr]
+        self.nonzero: Tensor | None = None
+        """bool: it had something in it when a backward pass added to it."""
+        self.renew(fate, begun, left)
+
+    def renew(self, fate: Fate, begun: int, left: Tensor | None) -> None:
+        """Takes the gradient as it is now."""
+        self.version = self._version()
         self.fate = fate
-        self.passes = passes
-        """How many losses its window had scaled by then."""
+        self.begun = begun
+        """How many backward passes of its window had begun by then."""
         self.left = left
         """What it must still be multiplied by; None if it is unscaled."""
+
+    def _version(self) -> int:
+        """What changes with every write to the gradient; -1 if it is gone."""
+        grad = self.grad()
+        return -1 if grad is None else grad._version
 
     def is_of(self, param: Tensor) -> bool:
         """Whether `param` still has this very gradient tensor, whatever it holds now."""
@@ -50,13 +62,8 @@ class Mark:
 
     def untouched(self) -> bool:
         """Whether the gradient is still in its place and nobody wrote to it, even to clear it."""
-        param, grad = self.param(), self.grad()
-        return (
-            param is not None
-            and grad is not None
-            and param.grad is grad
-            and grad._version == self.version
-        )
+        param = self.param()
+        return param is not None and self.is_of(param) and self._version() == self.version
 
 
 Marks = dict[int, Mark]
@@ -72,38 +79,44 @@ class Window:
         """Whether it was opened inside a CUDA graph. Then every replay takes the snapshot anew, and
         writes gradients without a trace that Python could see: nothing is remembered of them."""
         self.inv_scale = scale.reciprocal()
-        self.passes = 0
-        """How many losses were scaled."""
+        self.begun = 0
+        """How many backward passes have begun."""
         self.half = False
         """Whether one of the losses was float16."""
         self.closed = False
-        """Whether an `update()` came after a use; the next loss opens another window."""
+        """Whether an `update()` has ended it; the next loss opens another window."""
         self.loss_finite: Tensor | None = None
         """bool: every loss was finite; None where the rule about losses is off."""
         self.penalty_finite: Tensor | None = None
         """bool: every gradient that `grad()` handed out was finite; None if there were none."""
         self.finite: Tensor | None = None
         """bool: what an `update()` has reported of this window; None before the first."""
-        self._users: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._users: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
         self._marks: Marks = {}
-        self._suspects = {
+        self._waiting = {
             key: mark
             for key, mark in before.items()
-            if mark.fate is not Fate.CLEARED and mark.untouched()
+            if mark.fate is Fate.PASSED and mark.untouched()
         }
-        self._stale: Marks = {}
+        self._mixed: Marks = {}
 
-    def watch(self, scaled: Tensor) -> None:
-        """Looks, when the backward pass of `scaled` begins, which older gradients are still there.
+    def begin(self) -> None:
+        """Notes that a backward pass of this window has begun; called from inside it."""
+        self.begun += 1
+        # Whoever wrote to a waiting gradient before the pass, say to clear it, made it his own.
+        self._waiting = {key: mark for key, mark in self._waiting.items() if mark.untouched()}
+        if self._waiting:
+            for mark in self._waiting.values():
+                # For those who clear through `.grad.data`, which leaves no trace.
+                mark.nonzero = mark.grad().any()  # type: ignore[union-attr]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-        Not earlier: they may be cleared between `scale()` and `backward()`.
-        """
-        if self._suspects and scaled.requires_grad:
-            scaled.register_hook(self._convict)
-
-    def _convict(self, _: Tensor) -> None:
-        self._stale.update((key, mark) for key, mark in self._suspects.items() if mark.untouched())
-        self._suspects = {}
+    def _end(self) -> None:
+        """Notes, when a backward pass has ended, which waiting gradients it added to."""
+        for key, mark in list(self._waiting.items()):
+            if not mark.untouched():
+                mark.renew(mark.fate, self.begun, mark.left)
+                self._mixed[key] = self._waiting.pop(key)
 
     def note_loss(self, loss: Tensor) -> None:
         """Remembers whether `loss` was finite."""
@@ -116,27 +129,29 @@ class Window:
                 flag = torch.isfinite(grad.detach()).all()
                 self.penalty_finite = _and(self.penalty_finite, flag, self.scale)
 
-    def used_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` has had the gradients of this window."""
-        ref = self._users.get(id(optimizer))
-        return ref is not None and ref() is optimizer
-
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that `optimizer` has the gradients of this window now."""
-        self._users[id(optimizer)] = weakref.ref(optimizer)
+        self._users[id(optimizer)] = (weakref.ref(optimizer), self.begun)
 
-    @property
-    def used(self) -> bool:
-        """Whether any optimizer has had its gradients."""
-        return bool(self._users)
+    def used_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` has had gradients of this window."""
+        ref, _ = self._users.get(id(optimizer), (None, 0))
+        return ref is not None and ref() is optimizer
+
+    def begun_since(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a backward pass has begun since `optimizer` had the gradients."""
+        return self.used_by(optimizer) and self._users[id(optimizer)][1] != self.begun
 
     def mark(
         self, params: Iterable[Tensor], left: Tensor | None = None, fate: Fate = Fate.USED
     ) -> None:
         """Remembers the gradients of `params` as they are now, with what is `left` in them."""
         for param in params if not self.captured else ():
-            if param.grad is not None:
-                self._marks[id(param)] = Mark(param, fate, self.passes, left)
+            mark = self._marks.get(id(param))
+            if mark is not None and mark.is_of(param):
+                mark.renew(fate, self.begun, left)
+            elif param.grad is not None:
+                self._marks[id(param)] = Mark(param, fate, self.begun, left)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Drops what is remembered of the gradients of `params`, which are made anew."""
@@ -147,6 +162,16 @@ class Window:
         """The `params` whose gradients are still there as they were marked."""
         marks = self._marks
         return [p for p in params if id(p) in marks and marks[id(p)].untouched()]
+
+    def known(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The `params` that still have the gradient tensor that was marked."""
+        marks = self._marks
+        return [p for p in params if id(p) in marks and marks[id(p)].is_of(p)]
+
+    def fresh(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The `params` with another gradient tensor than the marked one, or never marked."""
+        marks = self._marks
+        return [p for p in params if id(p) not in marks or not marks[id(p)].is_of(p)]
 
     def edited(self, params: Iterable[Tensor]) -> bool:
         """Whether somebody may have written to the gradients of `params` since they were marked."""
@@ -165,7 +190,7 @@ class Window:
         Raises:
             CallOrderError: gradients of different scales were added up, which nothing can undo.
         """
-        if not self._marks and not self._stale:
+        if not self._marks and not self._waiting and not self._mixed:
             return params, []
         fresh, other = [], []
         for param in params:
@@ -187,52 +212,48 @@ class Window:
                     "A parameter that two optimizers share was stepped by one that unscales by "
                     "itself. Call scaler.unscale_() for that optimizer before its step()."
                 )
-            if mark.passes == self.passes or mark.untouched():
+            if mark.begun == self.begun or mark.untouched():
                 return mark
             raise CallOrderError(
                 "A parameter that two optimizers share was unscaled for the first one, and then "
                 "another backward pass may have added to it. Call zero_grad(set_to_none=True) "
                 "before that backward pass."
             )
-        mark = self._stale.get(id(param))
-        if mark is None or not mark.is_of(param):
-            return None
-        if mark.fate is not Fate.PASSED:
-            raise CallOrderError(
-                "Gradients of an earlier step were left in .grad, unscaled, and scaled ones were "
-                "added to them. Call optimizer.zero_grad() between step() and the next backward()."
-            )
-        if mark.untouched():
+        mark = self._waiting.get(id(param))
+        if mark is not None and mark.untouched():
             return mark
-        if mark.left is not None and bool(
-            mark.left != self.inv_scale
-        ):  # waits for the device, but only in this rare case
-            raise CallOrderError(
-                "Gradients made with another scale were left in .grad and added to. Call "
-                "optimizer.zero_grad() before the backward pass, or step this optimizer before "
-                "every update()."
-            )
+        mark = self._mixed.get(id(param))
+        if mark is not None and mark.untouched():
+            other_scale = mark.left != self.inv_scale
+            # Waits for the device, but only in this rare case.
+            if bool(other_scale if mark.nonzero is None else other_scale & mark.nonzero):
+                raise CallOrderError(
+                    "Gradients made with another scale were left in .grad and added to. Call "
+                    "optimizer.zero_grad() before the backward pass, or step this optimizer "
+                    "before every update()."
+                )
         return None
 
-    def close(self, seen: Iterable[torch.optim.Optimizer]) -> None:
-        """Ends the window if it was used; remembers gradients that `seen` optimizers passed by."""
-        if self.captured or not self.used:
+    def close(self, seen: Iterable[torch.optim.Optimizer | None]) -> None:
+        """Ends the window, unless it has gradients that nobody has used yet.
+
+        Remembers the gradients that `seen` optimizers passed by.
+        """
+        pending = self.begun and not self._users
+        if self.captured or pending:
             return
         self.closed = True
         for optimizer in seen:
-            if self.used_by(optimizer):
+            if optimizer is None or self.used_by(optimizer):
                 continue
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is None or id(param) in self._marks:
-                        continue
-                    older = self._stale.get(id(param)) or self._suspects.get(id(param))
-                    if older is not None and older.fate is Fate.PASSED and older.untouched():
-                        self._marks[id(param)] = older
-                    else:
-                        self._marks[id(param)] = Mark(
-                            param, Fate.PASSED, self.passes, self.inv_scale
-                        )
+            for param in params_with_grad(optimizer):
+                if id(param) in self._marks:
+                    continue
+                waiting = self._waiting.get(id(param))
+                if waiting is not None and waiting.untouched():
+                    self._marks[id(param)] = waiting
+                else:
+                    self._marks[id(param)] = Mark(param, Fate.PASSED, self.begun, self.inv_scale)
 
     def leftovers(self) -> Marks:
         """The marks of all gradients that this window knows of."""

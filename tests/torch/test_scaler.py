@@ -152,16 +152,51 @@ def test_training_recovers_from_a_skip_without_zero_grad(device: str, fused: boo
     assert scaler.get_scale() == 2.0
 
 
-def test_forgetting_zero_grad_after_a_step_is_an_error() -> None:
+@pytest.mark.parametrize("overwrite", ["copied", "zeroed through .data"])
+def test_gradients_written_in_place_after_the_backward_pass_began_are_the_users(
+    overwrite: str,
+) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0, growth_interval=1), parameter()
+    master = parameter()
+    optimizer = SGD([master], lr=1.0)
+    master.grad = torch.zeros(1)
+    for _ in range(3):
+        w.grad = None
+        if overwrite == "zeroed through .data":
+            master.grad.data.zero_()
+        scaler.backward(w.sum())
+        master.grad.add_(w.grad) if "data" in overwrite else master.grad.copy_(w.grad)
+        scaler.step(optimizer)
+        scaler.update()
+    assert master.item() == -3.0
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_backward_pass_after_the_update_is_divided_by_the_scale_it_was_made_with(
+    retain: bool,
+) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0, growth_interval=1), parameter()
+    optimizer = SGD([w], lr=1.0)
+    scaled = scaler.scale(w.sum())
+    for _ in range(3):
+        scaled.backward(retain_graph=retain)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        if not retain:
+            scaled = scaler.scale(w.sum())
+        scaler.update()
+    assert w.item() == -3.0
+
+
+@pytest.mark.parametrize("first", ["raises", "finds no gradients"])
+def test_gradients_made_after_unscale_are_scaled_and_treated_so(first: str) -> None:
     scaler, w = GradScaler("cpu", init_scale=4.0), parameter()
     optimizer = SGD([w], lr=1.0)
-    for _ in range(2):
-        scaler.backward(w.sum())
-        if w.item() == 0.0:
-            scaler.step(optimizer)
-            scaler.update()
-    with pytest.raises(CallOrderError, match="zero_grad"):
-        scaler.step(optimizer)
+    scaler.scale(w.sum()).backward() if first == "raises" else scaler.scale(w.sum())
+    scaler.unscale_(optimizer)  # and then an exception, say: no step, no update
+    optimizer.zero_grad()
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
     assert w.item() == -1.0
 
 

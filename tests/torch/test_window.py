@@ -22,11 +22,12 @@ def parameter(grad: float | None = 1.0) -> Tensor:
     return tensor
 
 
-def begin_backward(opened: Window) -> None:
-    """Runs a backward pass that touches none of the parameters under test."""
-    scaled = torch.ones((), requires_grad=True) * 1.0
-    opened.watch(scaled)
-    scaled.backward()
+def run_pass(opened: Window, *added_to: Tensor) -> None:
+    """Runs a backward pass that adds 1 to the gradients of some parameters."""
+    leaf = torch.ones((), requires_grad=True)
+    loss = (leaf * 1.0 + sum(p.sum() for p in added_to)) * 1.0
+    loss.register_hook(lambda _: opened.begin())
+    loss.backward()
 
 
 def test_a_window_keeps_its_scale_when_the_original_moves() -> None:
@@ -67,8 +68,7 @@ def test_a_replaced_gradient_is_fresh() -> None:
 def test_a_shared_gradient_that_may_have_been_added_to_is_an_error() -> None:
     opened, p = window(), parameter()
     opened.mark([p])
-    opened.passes += 1
-    p.grad.add_(1.0)
+    run_pass(opened, p)
     with pytest.raises(CallOrderError, match="zero_grad"):
         opened.split([p])
 
@@ -91,39 +91,12 @@ def test_marks_do_not_keep_gradients_alive() -> None:
     assert opened.still([p]) == []
 
 
-def test_leftovers_of_a_step_are_an_error_once_a_backward_pass_begins() -> None:
+@pytest.mark.parametrize("fate", [Fate.USED, Fate.CLEARED, Fate.OPAQUE])
+def test_gradients_that_an_optimizer_has_had_may_be_added_to(fate: Fate) -> None:
     first, p = window(), parameter()
-    first.mark([p])
-    second = window(4.0, first.leftovers())
-    assert second.split([p])[0] == [p]  # no backward pass yet
-    begin_backward(second)
-    p.grad.add_(1.0)
-    with pytest.raises(CallOrderError, match="zero_grad"):
-        second.split([p])
-
-
-@pytest.mark.parametrize("when", ["before scale()", "between scale() and backward()"])
-@pytest.mark.parametrize("to_none", [True, False])
-def test_leftovers_that_are_cleared_in_time_are_no_error(when: str, to_none: bool) -> None:
-    first, p = window(), parameter()
-    first.mark([p])
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    if when == "before scale()":
-        optimizer.zero_grad(set_to_none=to_none)
-    second = window(4.0, first.leftovers())
-    if when != "before scale()":
-        optimizer.zero_grad(set_to_none=to_none)
-    begin_backward(second)
-    p.grad = torch.ones(2) if p.grad is None else p.grad.add_(1.0)
-    assert second.split([p]) == ([p], [])
-
-
-def test_gradients_cleared_by_a_skip_may_be_added_to() -> None:
-    first, p = window(), parameter()
-    first.mark([p], fate=Fate.CLEARED)
-    second = window(4.0, first.leftovers())
-    begin_backward(second)
-    p.grad.add_(1.0)
+    first.mark([p], fate=fate)
+    second = window(16.0, first.leftovers())
+    run_pass(second, p)
     assert second.split([p]) == ([p], [])
 
 
@@ -135,7 +108,7 @@ def test_gradients_passed_by_keep_their_own_scale() -> None:
     assert first.closed
     assert first.split([q]) == ([q], [])  # in its own window it is as fresh as ever
     second = window(16.0, first.leftovers())
-    begin_backward(second)
+    run_pass(second)
     fresh, other = second.split([q])
     assert fresh == []
     assert float(other[0][1].left) == 0.25
@@ -148,13 +121,45 @@ def test_adding_to_gradients_passed_by_needs_the_same_scale(scale: float, error:
     first.use(stepped)
     first.close([stepped, waiting])
     second = window(scale, first.leftovers())
-    begin_backward(second)
-    q.grad.add_(1.0)
+    run_pass(second)  # a first one that leaves it alone
+    run_pass(second, q)
     if error:
         with pytest.raises(CallOrderError, match="another scale"):
             second.split([q])
     else:
         assert second.split([q]) == ([q], [])
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("how", ["zero_", "None", "data", "copy_"])
+def test_gradients_passed_by_are_the_users_once_they_are_cleared_or_overwritten(
+    when: str, how: str
+) -> None:
+    first, p, q = window(4.0), parameter(), parameter()
+    stepped, waiting = torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0)
+    first.use(stepped)
+    first.close([stepped, waiting])
+
+    def write() -> None:
+        if how == "None":
+            q.grad = None
+        elif how == "data":
+            q.grad.data.zero_()
+        else:
+            q.grad.zero_() if how == "zero_" else q.grad.copy_(torch.ones(2))
+
+    if when == "before":
+        write()
+    second = window(16.0, first.leftovers())
+    if when == "between":
+        write()
+    run_pass(second, q)
+    if when == "after" and how == "data":
+        return  # leaves no trace once something was added: nobody can know
+    if when == "after":
+        write()
+        q.grad = torch.ones(2) if q.grad is None else q.grad
+    assert second.split([q]) == ([q], [])
 
 
 def test_gradients_passed_by_twice_remember_the_first_scale() -> None:
@@ -163,23 +168,30 @@ def test_gradients_passed_by_twice_remember_the_first_scale() -> None:
     marks: dict[int, Mark] = {}
     for scale in (4.0, 16.0):
         opened = window(scale, marks)
-        begin_backward(opened)
+        run_pass(opened)
         opened.use(stepped)
         opened.close([stepped, waiting])
         marks = opened.leftovers()
     assert float(marks[id(q)].left) == 0.25
 
 
-def test_a_window_that_nobody_used_stays_open() -> None:
+def test_a_window_stays_open_while_nobody_has_used_its_gradients() -> None:
     opened = window()
+    run_pass(opened)
     opened.close([])
     assert not opened.closed
     optimizer = torch.optim.SGD([parameter()], lr=1.0)
     opened.use(optimizer)
     assert opened.used_by(optimizer)
     assert not opened.used_by(torch.optim.SGD([parameter()], lr=1.0))
+    assert not opened.begun_since(optimizer)
+    run_pass(opened)
+    assert opened.begun_since(optimizer)
     opened.close([])
     assert opened.closed
+    unused = window()
+    unused.close([])
+    assert unused.closed
 
 
 def test_flags_of_losses_and_penalties_are_all_remembered() -> None:
@@ -204,5 +216,8 @@ def test_only_gradients_written_since_they_were_marked_count_as_edited() -> None
     assert not opened.edited([p, empty])
     p.grad[0] = 3.0
     assert opened.edited([p, empty])
+    assert opened.known([p]) == [p]
+    assert opened.fresh([p]) == []
     opened.forget([p])
-    assert opened.still([p]) == []
+    assert opened.still([p]) == opened.known([p]) == []
+    assert opened.fresh([p]) == [p]
