@@ -75,12 +75,14 @@ class ClosureStep:
     def _evaluate(self) -> Any:
         """The closure's unscaled loss, with the gradients unscaled."""
         scaler, optimizer = self._scaler, self._optimizer
-        if scaler._window is not None:
-            # The closure clears its gradients, as every closure does: what comes back is scaled.
-            scaler._window.forget(p for g in optimizer.param_groups for p in g["params"])
+        before = scaler._pending()
+        if before is not None:
+            # A closure clears its gradients, or else it would add to those of its last evaluation:
+            # what comes back is scaled.
+            before.forget(p for g in optimizer.param_groups for p in g["params"])
         scaled_before = scaler._scaled_losses
         loss = self._closure()
-        window = scaler._window
+        window = scaler._pending()
         if window is None or scaler._scaled_losses == scaled_before:
             raise CallOrderError(
                 "The closure ran without scaling its loss. In the closure, call "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from gradscale.torch.unscale import move, readable
+from gradscale.torch.unscale import move
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
 
@@ -28,11 +28,9 @@ def step_on_device(
 ) -> Any:
     """What `optimizer.step()` returned, called with the attributes of the contract set."""
     first = _without_momentum(optimizer)
-    # Reading `skipped` waits on a GPU, but only until a first step with dampening is applied.
-    if first and (readable(skipped) or any(group["dampening"] for group, _ in first)):
-        if skipped:
-            return None
-        first = []
+    # Waits on a GPU, but only until a first step with dampening is applied.
+    if any(group["dampening"] for group, _ in first) and skipped:
+        return None
     theirs = {name: getattr(optimizer, name) for name in _ATTRIBUTES if hasattr(optimizer, name)}
     own = theirs.get("grad_scale")  # the user's, to be divided out as well
     ours = own if scale is None else scale if own is None else scale * own

@@ -164,7 +164,7 @@ class GradScaler(Scaling):
         """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
         if self._stage(optimizer) is OptState.STEPPED:
             self._use(optimizer, "step", ())  # says what is wrong
-        window = self._window
+        window = self._pending()
         if window is not None and self._stage(optimizer) is OptState.UNSCALED:
             self._recheck(optimizer, window)
         elif window is not None and not window.closed and not window.used_by(optimizer):
@@ -193,7 +193,7 @@ class GradScaler(Scaling):
             scale=window.scale,
         )
         self._tell(optimizer, outcome)
-        self._skips.append((weakref.ref(optimizer), skipped))
+        self._skips.append((weakref.ref(optimizer), window, skipped))
 
     def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
         """Keeps `outcome` for whoever asks, as long as `optimizer` lives."""
@@ -230,10 +230,11 @@ class GradScaler(Scaling):
             if found:
                 finite = ~torch.stack([self._found(flags) for flags in found]).any()
                 fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()
-                self._move(finite, fits, self._window)
+                self._move(finite, fits, self._pending())
         self._reset()
-        if self._window is not None:
-            self._window.close(ref() for ref in list(self._seen.values()))
+        for window in {self._window, self._made}:
+            if window is not None:
+                window.close([ref() for ref in self._seen.values()])
         self._clear_skipped(wait=False)
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:

@@ -43,6 +43,7 @@ NOT_SAVED = (
     "_fits",
     "_held",
     "_window",
+    "_made",
     "_scaled_losses",
     "_seen",
     "_skips",
@@ -63,10 +64,13 @@ class Scaling(ScaleKeeper):
         """Sets up what belongs to the iterations: NOT_SAVED."""
         self._reset()
         self._window: Window | None = None
+        """Where the next loss goes, while it is open."""
+        self._made: Window | None = None
+        """Where the last backward pass came from."""
         self._scaled_losses = 0
         # By id, because an optimizer, or a wrapper of one, need not be hashable.
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
-        self._skips: list[tuple[weakref.ref[Optimizer], Tensor]] = []
+        self._skips: list[tuple[weakref.ref[Optimizer], Window, Tensor]] = []
         self._outcomes: dict[int, tuple[weakref.ref[Optimizer], StepOutcome]] = {}
         self._last_outcome: StepOutcome | None = None
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
@@ -109,7 +113,11 @@ class Scaling(ScaleKeeper):
         window.begin()
         if _losses_tell():
             window.note_loss(loss)
-        self._window = window
+        self._made = window
+
+    def _pending(self) -> Window | None:
+        """The window whose gradients are there: of the last backward pass, if one was seen."""
+        return self._window if self._made is None else self._made
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scales `loss`, a tensor or several, and runs its backward pass."""
@@ -138,7 +146,7 @@ class Scaling(ScaleKeeper):
         window = self._window
         half = output.dtype is torch.float16
         if window is None or window.closed or window.captured != _capturing():
-            window = self._renew(window, half or (window is not None and window.half))
+            window = self._renew(half or (window is not None and window.half))
         window.half |= half
         if half and not self._warned_half:
             self._warned_half = True
@@ -149,9 +157,10 @@ class Scaling(ScaleKeeper):
             )
         return window
 
-    def _renew(self, last: Window | None, half: bool = False) -> Window:
-        """A new window after `last`, with the scale of now, or what a `half` loss can bear."""
+    def _renew(self, half: bool = False) -> Window:
+        """A new window with the scale of now, or what a `half` loss can bear."""
         self._clear_skipped(wait=True)
+        last = self._pending()
         state = self._live("scale()")
         with torch.inference_mode(False):
             scale = state.scale.clone()
@@ -171,14 +180,12 @@ class Scaling(ScaleKeeper):
         until the next loss is scaled: by then the gradients are usually gone.
         """
         later = []
-        for ref, skipped in self._skips:
-            optimizer, window = ref(), self._window
-            if optimizer is None or window is None:
+        for ref, window, skipped in self._skips:
+            optimizer = ref()
+            if optimizer is None or (readable(skipped) and not skipped):
                 continue
             if not wait and not readable(skipped):
-                later.append((ref, skipped))
-                continue
-            if readable(skipped) and not skipped:
+                later.append((ref, window, skipped))
                 continue
             # Where the host knows of the skip, also what a later backward pass added to.
             known = window.known if readable(skipped) else window.still
@@ -214,20 +221,24 @@ class Scaling(ScaleKeeper):
                 f"{call}() was called twice for the same optimizer: the gradients are unscaled "
                 "already. Call step() and update() before the next one."
             )
-        window = self._window
+        window = self._pending()
         if _capturing() and (window is None or not window.captured):
-            window = self._renew(window)
+            window = self._made = self._renew()
         elif window is None or (
-            stage is OptState.READY and window.used_by(optimizer) and not window.captured
+            stage is OptState.READY
+            and not window.captured
+            and (window.closed or window.used_by(optimizer))
         ):
             params = params_with_grad(optimizer)
-            if not params or (window is not None and len(window.still(params)) == len(params)):
+            had = window is not None and window.used_by(optimizer)
+            nothing_new = window is not None and len(window.had(params)) == len(params)
+            if nothing_new and (params or had):
                 raise CallOrderError(
-                    f"{call}() was called, but there are no new gradients since the last step of "
-                    "this optimizer. Call scaler.scale(loss).backward() first."
+                    f"{call}() was called, but there are no new gradients since the last step. "
+                    "Call scaler.scale(loss).backward() first."
                 )
-            if window is None or not window.begun_since(optimizer):
-                window = self._renew(window)  # scaled by hand, with get_scale()
+            if window is None or (had and not window.begun_since(optimizer)):
+                window = self._made = self._renew()  # scaled by hand, with get_scale()
         key, seen = id(optimizer), self._seen
         seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
         self._held[key] = optimizer
@@ -365,7 +376,10 @@ def _times(value: Tensor, factor: Tensor) -> Tensor:
 
 def _inside_functorch(value: Tensor) -> bool:
     """Whether `value` lives in a torch.func transform, which must not leak out of it."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+    # Dynamo cannot trace the question, and has its own answer.
+    return not torch.compiler.is_compiling() and bool(
+        torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
 
 
 def _capturing() -> bool:

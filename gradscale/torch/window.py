@@ -163,6 +163,10 @@ class Window:
         marks = self._marks
         return [p for p in params if id(p) in marks and marks[id(p)].untouched()]
 
+    def had(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The `params` whose gradients an optimizer has had, and nobody wrote to since."""
+        return [p for p in self.still(params) if self._marks[id(p)].fate is not Fate.PASSED]
+
     def known(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The `params` that still have the gradient tensor that was marked."""
         marks = self._marks
