@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from gradscale.torch import GradScaler, contract, scaling, unscale
+from gradscale.torch import GradScaler, scaling, unscale
 
 # Looking.
 
@@ -348,7 +348,7 @@ def test_skip_decided_on_the_device_leaves_no_trace(
 ) -> None:
     # As on a GPU, where nobody waits to learn of the skip; the gradients are cleared later, then.
     twin = twin_pictures(form, route)
-    for module in (contract, scaling, unscale):
+    for module in (scaling, unscale):
         monkeypatch.setattr(module, "readable", lambda value: False)
     for bad in BADS:
         check_skips(form, route, bad, twin, cleared=False)
