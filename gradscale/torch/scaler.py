@@ -104,18 +104,17 @@ class GradScaler(Scaling):
         if closure is not None:
             return self._step_with_closure(optimizer, closure, others, named)
         window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
-        state = self._per_optimizer_states[id(optimizer)]
         params = params_with_grad(optimizer)
         if not params:
             _warn_no_gradients(optimizer)
-            window.use(optimizer)
             self._finish(optimizer, window, torch.ones_like(window.scale, dtype=torch.bool))
+            self._skips.pop()  # there is nothing to clear
             return None
         capable = getattr(optimizer, "_step_supports_amp_scaling", False)
         if capable and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return self._step_with_scaler(optimizer, window, args, kwargs)
         scale = None
-        if state["stage"] is OptState.UNSCALED:
+        if self._stage(optimizer) is OptState.UNSCALED:
             self._recheck(optimizer, window)
         elif capable and not window.split(params)[1]:
             self._record(optimizer, read(values_of(params), window.inv_scale), OptState.READY)
@@ -126,7 +125,6 @@ class GradScaler(Scaling):
         if capable:
             result = step_on_device(optimizer, scale, skipped, args, kwargs)
             if scale is not None:
-                window.use(optimizer)
                 self._mark_stepped(optimizer, window, skipped)
         else:
             result = None if bool(skipped) else optimizer.step(*args, **kwargs)
@@ -150,7 +148,6 @@ class GradScaler(Scaling):
             stacklevel=3,
         )
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        window.use(optimizer)
         self._finish(optimizer, window, self._found(self._found_inf_per_device(optimizer)))
         return result
 
@@ -176,7 +173,6 @@ class GradScaler(Scaling):
         if run.reading is not None:
             self._record(optimizer, run.reading, OptState.UNSCALED)
         window = self._use(optimizer, "step", (OptState.UNSCALED,))
-        window.use(optimizer)
         window.mark(params_with_grad(optimizer))
         self._finish(optimizer, window, self._skipped(optimizer))
         return result
@@ -184,6 +180,7 @@ class GradScaler(Scaling):
     def _finish(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
         """Ends the step of `optimizer`, and says what became of it."""
         self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        window.use(optimizer)
         yes = torch.ones_like(skipped)
         outcome = StepOutcome(
             applied=~skipped,

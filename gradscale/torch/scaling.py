@@ -42,6 +42,7 @@ NOT_SAVED = (
     "_per_optimizer_states",
     "_fits",
     "_held",
+    "_unscaled_in",
     "_window",
     "_made",
     "_scaled_losses",
@@ -83,6 +84,7 @@ class Scaling(ScaleKeeper):
         self._fits: dict[int, Tensor] = {}
         # torch's names key by id(optimizer); holding the optimizer keeps its id from being reused.
         self._held: dict[int, Optimizer] = {}
+        self._unscaled_in: dict[int, Window] = {}
 
     # Scaling.
 
@@ -259,8 +261,7 @@ class Scaling(ScaleKeeper):
             for param, mark in other:
                 left = one if mark.left is None else mark.left
                 self._record(optimizer, unscale(values_of([param]), left), OptState.UNSCALED)
-        window.use(optimizer)
-        window.mark(params)
+        self._mark_unscaled(optimizer, window, params)
 
     def _record(self, optimizer: Optimizer, reading: Reading, stage: OptState) -> None:
         """Adds `reading` to what is known of the gradients of `optimizer` in this iteration."""
@@ -278,13 +279,24 @@ class Scaling(ScaleKeeper):
         Gradients that a backward pass has made since, in place of the unscaled ones, are scaled.
         """
         params = params_with_grad(optimizer)
-        if not window.edited(params):
+        then = self._unscaled_in.get(id(optimizer), window)
+        if then is window and not window.edited(params):
             return
-        if window.begun_since(optimizer):
-            made = unscale(values_of(window.fresh(params)), window.inv_scale)
+        if then is not window or window.begun_since(optimizer):
+            made = unscale(values_of(then.fresh(params)), window.inv_scale)
             self._record(optimizer, made, OptState.UNSCALED)
-            window.use(optimizer)
+        if not self._found_inf_per_device(optimizer):
+            raise CallOrderError(
+                "The gradients of this optimizer appeared after its unscale_(), which found none. "
+                "Call unscale_() after the backward pass, or leave it to step()."
+            )
         self._record_edit(optimizer, read(values_of(params), torch.ones_like(window.scale)))
+        self._mark_unscaled(optimizer, window, params)
+
+    def _mark_unscaled(self, optimizer: Optimizer, window: Window, params: list[Tensor]) -> None:
+        """Remembers that `optimizer` has the gradients of `window` now, unscaled."""
+        self._unscaled_in[id(optimizer)] = window
+        window.use(optimizer)
         window.mark(params)
 
     def _record_edit(self, optimizer: Optimizer, reading: Reading) -> None:
@@ -329,8 +341,7 @@ class Scaling(ScaleKeeper):
             torch.minimum(inv_scale, max_norm * (norm.shift / norm.root)),
         )
         multiply(values, torch.where(skipped, inv_scale, clipping))
-        window.use(optimizer)
-        window.mark(params)
+        self._mark_unscaled(optimizer, window, params)
         return torch.where(skipped, math.nan, total)
 
     def _skipped(self, optimizer: Optimizer) -> Tensor:

@@ -32,13 +32,15 @@ class Fate(Enum):
 class Mark:
     """One gradient as it was when its fate was settled."""
 
-    __slots__ = ("begun", "fate", "grad", "left", "nonzero", "param", "version")
+    __slots__ = ("begun", "conflict", "fate", "grad", "left", "nonzero", "param", "version")
 
     def __init__(self, param: Tensor, fate: Fate, begun: int, left: Tensor | None) -> None:
         self.param = weakref.ref(param)
         self.grad = weakref.ref(param.grad)
         self.nonzero: Tensor | None = None
-        """bool: it had something in it when a backward pass added to it."""
+        """bool: it had something in it when the last backward pass began."""
+        self.conflict: Tensor | None = None
+        """bool: backward passes of different scales have added to it; None if none has added."""
         self.renew(fate, begun, left)
 
     def renew(self, fate: Fate, begun: int, left: Tensor | None) -> None:
@@ -115,6 +117,11 @@ class Window:
         """Notes, when a backward pass has ended, which waiting gradients it added to."""
         for key, mark in list(self._waiting.items()):
             if not mark.untouched():
+                left = self.inv_scale if mark.left is None else mark.left
+                conflict = left.ne(self.inv_scale)
+                if mark.nonzero is not None:
+                    conflict = conflict & mark.nonzero
+                mark.conflict = conflict if mark.conflict is None else conflict | mark.conflict
                 mark.renew(mark.fate, self.begun, mark.left)
                 self._mixed[key] = self._waiting.pop(key)
 
@@ -165,12 +172,18 @@ class Window:
 
     def had(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The `params` whose gradients an optimizer has had, and nobody wrote to since."""
-        return [p for p in self.still(params) if self._marks[id(p)].fate is not Fate.PASSED]
+        return [p for p in self.still(params) if self._used(p) is not None]
+
+    def _used(self, param: Tensor) -> Mark | None:
+        """The mark of the gradient of `param`, if an optimizer has had it."""
+        mark = self._marks.get(id(param))
+        if mark is None or mark.fate is Fate.PASSED or not mark.is_of(param):
+            return None
+        return mark
 
     def known(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """The `params` that still have the gradient tensor that was marked."""
-        marks = self._marks
-        return [p for p in params if id(p) in marks and marks[id(p)].is_of(p)]
+        """The `params` that still have the gradient tensor that an optimizer has had."""
+        return [p for p in params if self._used(p) is not None]
 
     def fresh(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The `params` with another gradient tensor than the marked one, or never marked."""
@@ -209,8 +222,9 @@ class Window:
         """The mark that says what is left in this gradient; None if it is this window's scale."""
         mark = self._marks.get(id(param))
         if mark is not None and mark.is_of(param):
-            if mark.left is self.inv_scale:
-                return None
+            if mark.fate is Fate.PASSED:
+                _refuse_conflict(mark)
+                return None if mark.left is self.inv_scale else mark
             if mark.fate is Fate.OPAQUE:
                 raise CallOrderError(
                     "A parameter that two optimizers share was stepped by one that unscales by "
@@ -223,20 +237,11 @@ class Window:
                 "another backward pass may have added to it. Call zero_grad(set_to_none=True) "
                 "before that backward pass."
             )
-        mark = self._waiting.get(id(param))
-        if mark is not None and mark.untouched():
-            return mark
-        mark = self._mixed.get(id(param))
-        if mark is not None and mark.untouched():
-            other_scale = mark.left != self.inv_scale
-            # Waits for the device, but only in this rare case.
-            if bool(other_scale if mark.nonzero is None else other_scale & mark.nonzero):
-                raise CallOrderError(
-                    "Gradients made with another scale were left in .grad and added to. Call "
-                    "optimizer.zero_grad() before the backward pass, or step this optimizer "
-                    "before every update()."
-                )
-        return None
+        mark = self._mixed.get(id(param)) or self._waiting.get(id(param))
+        if mark is None or not mark.untouched():
+            return None
+        _refuse_conflict(mark)
+        return mark if id(param) in self._waiting else None
 
     def close(self, seen: Iterable[torch.optim.Optimizer | None]) -> None:
         """Ends the window, unless it has gradients that nobody has used yet.
@@ -253,15 +258,25 @@ class Window:
             for param in params_with_grad(optimizer):
                 if id(param) in self._marks:
                     continue
-                waiting = self._waiting.get(id(param))
-                if waiting is not None and waiting.untouched():
-                    self._marks[id(param)] = waiting
+                older = self._waiting.get(id(param)) or self._mixed.get(id(param))
+                if older is not None and older.untouched():
+                    self._marks[id(param)] = older
                 else:
                     self._marks[id(param)] = Mark(param, Fate.PASSED, self.begun, self.inv_scale)
 
     def leftovers(self) -> Marks:
         """The marks of all gradients that this window knows of."""
         return self._marks
+
+
+def _refuse_conflict(mark: Mark) -> None:
+    """Raises if gradients of different scales were added up. Reading that waits for the device."""
+    if mark.conflict is not None and mark.untouched() and bool(mark.conflict):
+        raise CallOrderError(
+            "Gradients made with another scale were left in .grad and added to. Call "
+            "optimizer.zero_grad() before the backward pass, or step this optimizer before "
+            "every update()."
+        )
 
 
 def _and(known: Tensor | None, flag: Tensor, like: Tensor) -> Tensor:
