@@ -123,8 +123,8 @@ FAULTS = [
     Fault(
         "gradients of two scales are added up without a word",
         "torch/window.py",
-        "other_scale = mark.left != self.inv_scale",
-        "other_scale = mark.left != mark.left",
+        "conflict = left.ne(self.inv_scale)",
+        "conflict = left.ne(left)",
         "tests/torch/test_scaler.py",
     ),
     Fault(

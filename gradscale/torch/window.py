@@ -100,7 +100,6 @@ class Window:
             for key, mark in before.items()
             if mark.fate is Fate.PASSED and mark.untouched()
         }
-        self._mixed: Marks = {}
 
     def begin(self) -> None:
         """Notes that a backward pass of this window has begun; called from inside it."""
@@ -115,15 +114,14 @@ class Window:
 
     def _end(self) -> None:
         """Notes, when a backward pass has ended, which waiting gradients it added to."""
-        for key, mark in list(self._waiting.items()):
+        for mark in self._waiting.values():
             if not mark.untouched():
                 left = self.inv_scale if mark.left is None else mark.left
                 conflict = left.ne(self.inv_scale)
                 if mark.nonzero is not None:
                     conflict = conflict & mark.nonzero
                 mark.conflict = conflict if mark.conflict is None else conflict | mark.conflict
-                mark.renew(mark.fate, self.begun, mark.left)
-                self._mixed[key] = self._waiting.pop(key)
+                mark.renew(mark.fate, self.begun, self.inv_scale)
 
     def note_loss(self, loss: Tensor) -> None:
         """Remembers whether `loss` was finite."""
@@ -207,7 +205,7 @@ class Window:
         Raises:
             CallOrderError: gradients of different scales were added up, which nothing can undo.
         """
-        if not self._marks and not self._waiting and not self._mixed:
+        if not self._marks and not self._waiting:
             return params, []
         fresh, other = [], []
         for param in params:
@@ -237,11 +235,11 @@ class Window:
                 "another backward pass may have added to it. Call zero_grad(set_to_none=True) "
                 "before that backward pass."
             )
-        mark = self._mixed.get(id(param)) or self._waiting.get(id(param))
+        mark = self._waiting.get(id(param))
         if mark is None or not mark.untouched():
             return None
         _refuse_conflict(mark)
-        return mark if id(param) in self._waiting else None
+        return None if mark.left is self.inv_scale else mark
 
     def close(self, seen: Iterable[torch.optim.Optimizer | None]) -> None:
         """Ends the window, unless it has gradients that nobody has used yet.
@@ -256,9 +254,10 @@ class Window:
             if optimizer is None or self.used_by(optimizer):
                 continue
             for param in params_with_grad(optimizer):
-                if id(param) in self._marks:
+                mark = self._marks.get(id(param))
+                if mark is not None and mark.is_of(param):
                     continue
-                older = self._waiting.get(id(param)) or self._mixed.get(id(param))
+                older = self._waiting.get(id(param))
                 if older is not None and older.untouched():
                     self._marks[id(param)] = older
                 else:
@@ -266,7 +265,7 @@ class Window:
 
     def leftovers(self) -> Marks:
         """The marks of all gradients that this window knows of."""
-        return self._marks
+        return {**self._waiting, **self._marks}
 
 
 def _refuse_conflict(mark: Mark) -> None:
