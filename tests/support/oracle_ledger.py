@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import nan
+from math import isnan, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -93,15 +93,13 @@ class Tag:
     """What is known of a gradient since an optimizer had it or an update() passed it by."""
 
     carries: float
-    """What it must still be divided by."""
+    """What it must still be divided by; NaN if it is a sum of several scales."""
     used: bool
     """Whether an optimizer had it; else it was passed by."""
     begun: int
     """How many backward passes of its window had begun by then."""
     stamp: tuple[int, int]
     """Which tensor it was, and how often that had been written to."""
-    loaded: bool = True
-    """Whether there was something in it when a backward pass added to it."""
 
 
 @dataclass(eq=False)
@@ -185,10 +183,9 @@ class Ledger(World):
         """A new window with the scale of now."""
         window = Window(self.scaler.get_scale())
         if self.opened is not None:
-            tags = self.window.tags.items()
+            last = self.window
+            tags = {**last.waiting, **last.mixed, **last.tags}.items()
             window.waiting = {k: t for k, t in tags if not t.used and self.untouched(k, t)}
-            sums = [k for k in self.window.mixed if self.is_mixed(k, self.window)]
-            window.mixed = {k: Tag(nan, False, 0, self.stamps[k]) for k in sums}
         self.opened = window
         return window
 
@@ -201,14 +198,17 @@ class Ledger(World):
             window.waiting = {k: tag for k, tag in waiting if self.untouched(k, tag)}
         for k in set(numbers):
             loaded = self.params[k].grad is not None and not self.is_zero(k)
-            mixed = window is not None and self.untouched(k, window.mixed.get(k))
+            older = None if window is None else window.waiting.pop(k, None)
+            if older is not None:
+                window.mixed[k] = older
+                spoilt = loaded and older.carries != window.scale
+                older.carries = nan if spoilt else window.scale
+            else:
+                older = None if window is None else window.mixed.get(k)
+                older = older if self.untouched(k, older) else None
             self.write(k, new=self.params[k].grad is None)
-            tag = None if window is None else window.waiting.pop(k, None)
-            if window is not None and mixed:
-                window.mixed[k].stamp = self.stamps[k]
-            if tag is not None:
-                tag.stamp, tag.loaded = self.stamps[k], loaded
-                window.mixed[k] = tag
+            if older is not None:
+                older.stamp = self.stamps[k]
         torch.autograd.backward(scaled)
 
     def use(self, i: int, carries: float = 1.0) -> None:
@@ -226,33 +226,28 @@ class Ledger(World):
         for k in {k for i in self.seen - window.users.keys() for k in self.with_grad(i)}:
             if self.same_tensor(k, window.tags.get(k)):
                 continue
-            if self.untouched(k, window.waiting.get(k)):
-                window.tags[k] = window.waiting[k]
-            elif not self.is_mixed(k, window):
-                window.tags[k] = Tag(window.scale, False, window.begun, self.stamps[k])
+            older = window.waiting.get(k) or window.mixed.get(k)
+            if older is None or not self.untouched(k, older):
+                older = Tag(window.scale, False, window.begun, self.stamps[k])
+            window.tags[k] = older
 
     # What the rows make of it.
-
-    def is_mixed(self, k: int, window: Window) -> bool:
-        """Whether a gradient is a sum of two scales, which nothing can undo."""
-        tag = window.mixed.get(k)
-        if tag is None or not self.untouched(k, tag):
-            return False
-        return tag.loaded and tag.carries != window.scale
 
     def carried(self, k: int) -> float:
         """What a gradient must be divided by; a CallOrderError if nothing would be right."""
         window = self.window
         tag = window.tags.get(k)
-        if tag is not None and self.same_tensor(k, tag):
-            if tag.used and tag.begun != window.begun and not self.untouched(k, tag):
-                raise CallOrderError
-            return tag.carries
-        if self.untouched(k, window.waiting.get(k)):
-            return window.waiting[k].carries
-        if self.is_mixed(k, window):
+        if tag is None or not self.same_tensor(k, tag):
+            tag = window.mixed.get(k) or window.waiting.get(k)
+            if tag is None or not self.untouched(k, tag):
+                return window.scale
+        if self.untouched(k, tag):
+            refused = isnan(tag.carries)
+        else:
+            refused = tag.used and tag.begun != window.begun
+        if refused:
             raise CallOrderError
-        return window.scale
+        return window.scale if isnan(tag.carries) else tag.carries  # NaN: cleared by the user
 
     def nothing_new(self, i: int) -> bool:
         """Whether all gradients of optimizer `i` have been used, and are as they were then."""

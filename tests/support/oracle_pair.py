@@ -175,8 +175,10 @@ class Pair:
         terms = tuple(term for term in chosen if term[1] is not None)
         self.do(("backward", terms or ((0, (1.0, 1.0, 1.0)),), "one"))
         everyone = range(len(self.ours.optimizers))
+        if how == "early":
+            self.do(("update", 64.0))
         for i in everyone:
-            if how != "step":
+            if how in ("clip", "spoil"):
                 self.do(("unscale", i))
             if how == "clip":
                 self.do(("clip", i, 1.0))

@@ -40,8 +40,6 @@ CPU = torch.device("cpu")
 HALF_LOSS_SCALE, FLOOR, CEILING = 2.0**15, 2.0**-14, 2.0**64
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's normal numbers
 PATIENCE, PERIOD = 32, 8
-"""Not a row yet. torch's fused SGD leaves the momentum buffer of a parameter uninitialised if its
-first step is skipped, and takes the garbage for momentum in the next one; in ours it is 0."""
 
 
 class Expected(NamedTuple):
@@ -324,6 +322,7 @@ class Reference(Ledger):
             infinite = torch.tensor(float(not all_finite(grad)))
             found[CPU] = torch.maximum(found.get(CPU, infinite), infinite)
             grad.copy_(divided(grad, window.scale))
+        found.setdefault(CPU, torch.tensor(0.0))  # another optimizer has had, and divided, them all
 
     def step_fused(self, i: int) -> Expected:
         """The step of an optimizer that gets scaled gradients and skips by itself."""

@@ -109,7 +109,7 @@ def pools(numbers: Numbers) -> list[tuple[int, list[Action]]]:
     bad += [*product(["update"], (*ODD, 1e39, 1e-45), both), *product(["load_bad"], ODD)]
     edits = product(["edit"], params, (0.5, 3.0, 0.0, 1e38, *ODD), ("fill", "new", "mul"))
     others: list[Action] = [("get",), ("copy", "pickle"), ("copy", "deepcopy")]
-    ways, zeros = ("step", "clip", "spoil"), ("none", "zeros", "keep")
+    ways, zeros = ("step", "clip", "spoil", "early"), ("none", "zeros", "keep")
     return [
         (6, [*product(["iteration"], batches, ways, zeros)]),
         (6, [*product(["backward"], terms, forms)]),
@@ -254,6 +254,15 @@ class DividesByTheScaleOfNow(GradScaler):
         return window
 
 
+class UnscalesTwiceTooLittleOnGrowth(GradScaler):
+    def _unscale(self, optimizer: torch.optim.Optimizer, window: Any) -> None:
+        super()._unscale(optimizer, window)
+        if self._get_growth_tracker() + 1 == self.get_growth_interval():
+            for param in optimizer.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(2)
+
+
 class ForgetsTheCounter(GradScaler):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "_growth_tracker": 0}
@@ -266,7 +275,14 @@ class StepsOnInfinity(GradScaler):
 
 @pytest.mark.parametrize(
     "wrong",
-    [HalvesTwice, GrowsLate, DividesByTheScaleOfNow, ForgetsTheCounter, StepsOnInfinity],
+    [
+        HalvesTwice,
+        GrowsLate,
+        DividesByTheScaleOfNow,
+        UnscalesTwiceTooLittleOnGrowth,
+        ForgetsTheCounter,
+        StepsOnInfinity,
+    ],
 )
 def test_a_planted_fault_is_found(wrong: type[GradScaler]) -> None:
     def search() -> None:
