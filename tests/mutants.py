@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "edits after unscale_() are not looked at, as in torch",
         "torch/scaling.py",
-        "if not window.edited(params):",
-        "if True:",
+        "if then is window and not window.edited(params):",
+        "if then is window:",
         "tests/torch/test_scaler.py",
     ),
     Fault(
@@ -165,7 +165,7 @@ FAULTS = [
     Fault(
         "gradients made after unscale_() are taken for unscaled, as in torch",
         "torch/scaling.py",
-        "if window.begun_since(optimizer):",
+        "if then is not window or window.begun_since(optimizer):",
         "if False:",
         "tests/torch/test_scaler.py",
     ),
