@@ -1,19 +1,22 @@
-"""Checkpoints of a scaler: our own format and torch's, as plain numbers.
+"""Checkpoints of a scaler as plain numbers: our own format, torch's, and reading the other peers'.
 
 A checkpoint is torch's five keys, so that torch's own scaler can load it, and a block "gradscale"
 that says what those keys cannot. Nothing is said twice: the five keys hold the scale, the two
 factors, the interval and the counter of finite steps; the block holds the version, the policy's
-name, its other settings, the rest of its state and the engine's counters. `read` checks the form of
-everything before anything is used; what values a setting may have is the policy's to say.
+name, its other settings, the rest of its state, the engine's counters and, if there are any, the
+states of further losses. `read` checks the form of everything before anything is used; what values
+a setting may have is the policy's to say. What has neither the five keys nor the block may be
+another peer's, which `gradscale.foreign` recognises.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gradscale import foreign
 from gradscale.errors import StateError
 
 VERSION = 1
@@ -34,17 +37,23 @@ class Saved(NamedTuple):
     """
 
     policy: str | None
-    """The name of the policy; None if the checkpoint is torch's, which has but one rule."""
+    """The name of the policy; None if the checkpoint is torch's or another peer's: `Dynamic`."""
     settings: dict[str, Any]
-    """The policy's settings, by name."""
+    """The policy's settings, by name; of a peer other than torch only those that it saves."""
     state: dict[str, Any]
     """The policy's state, by field; it has at least `scale`."""
     counters: dict[str, int]
     """The engine's counters, by name."""
+    losses: Sequence[tuple[int | str, dict[str, Any]]] = ()
+    """The states of losses other than loss 0, as (loss id, fields)."""
+    patience: int | None = None
+    """How many further overflows in a row lower the scale, of a peer that counts down from a number
+    it does not save; None if it is not needed. `bad_steps` is then `max(hysteresis - patience, 0)`.
+    """
 
 
 def write(saved: Saved) -> dict[str, Any]:
-    """The checkpoint that says `saved`: dicts, strings and numbers, fit for JSON."""
+    """The checkpoint that says `saved`: dicts, lists, strings and numbers, fit for JSON."""
     # A default bound is a float that knows it was not given; here it is a number like any other.
     settings = {k: float(v) if isinstance(v, float) else v for k, v in saved.settings.items()}
     state = dict(saved.state)
@@ -54,19 +63,27 @@ def write(saved: Saved) -> dict[str, Any]:
         "_growth_tracker": state.pop("good_steps", 0),
     }
     if saved.policy is None:
+        lost = settings or state or saved.losses or saved.patience is not None
+        if lost or not {*TORCH_SETTINGS} <= {*saved.settings}:
+            raise StateError(
+                "Torch's keys cannot hold the state of another system, or it does not fill them: "
+                "load it into a scaler, and write that scaler's state."
+            )
         return checkpoint  # it was torch's, and stays so
-    block = {
+    block: dict[str, Any] = {
         "version": VERSION,
         "policy": saved.policy,
         "settings": settings,
         "state": state,
         "counters": dict(saved.counters),
     }
+    if saved.losses:
+        block["losses"] = [[loss_id, dict(fields)] for loss_id, fields in saved.losses]
     return {**checkpoint, BLOCK: block}
 
 
 def read(checkpoint: Mapping[str, Any]) -> Saved:
-    """What `checkpoint` says, ours or torch's; a StateError if it is neither or is damaged."""
+    """What `checkpoint` says, ours or a peer's; a StateError if it is nobody's or is damaged."""
     if not isinstance(checkpoint, Mapping):
         raise StateError(f"The state must be a dict, got {type(checkpoint).__name__}.")
     if not checkpoint:
@@ -76,24 +93,35 @@ def read(checkpoint: Mapping[str, Any]) -> Saved:
         )
     missing = [key for key in TORCH_KEYS if key not in checkpoint]
     if missing:
+        peer = None if BLOCK in checkpoint else foreign.read(checkpoint)
+        if peer is not None and peer.static:
+            return _static(peer.state["scale"])
+        if peer is not None:
+            return Saved(None, peer.settings, peer.state, {}, peer.losses, peer.patience)
         found = sorted(map(str, checkpoint))
         raise StateError(f"The state lacks {', '.join(missing)}; the keys found are {found}.")
     torch_settings = {name: _setting(name, checkpoint[name]) for name in TORCH_SETTINGS}
     scale = _scale(checkpoint["scale"])
     good_steps = _counter("_growth_tracker", checkpoint["_growth_tracker"])
     if BLOCK not in checkpoint and torch_settings == _STILL:
-        return Saved("Static", {"init_scale": scale, "exact": False}, {"scale": scale}, {})
+        return _static(scale)
     if BLOCK not in checkpoint:
         return Saved(None, torch_settings, {"scale": scale, "good_steps": good_steps}, {})
-    policy, settings, state, counters = _read_block(checkpoint[BLOCK])
+    saved = _read_block(checkpoint[BLOCK])
+    settings, state = saved.settings, {"scale": scale, **saved.state}
     if torch_settings != _STILL:
         settings |= torch_settings
         state["good_steps"] = good_steps
-    return Saved(policy, settings, {"scale": scale, **state}, counters)
+    return saved._replace(settings=settings, state=state)
 
 
-def _read_block(block: Any) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]:
-    """The policy's name, settings and further state, and the counters."""
+def _static(scale: float) -> Saved:
+    """A scale that its system never moved."""
+    return Saved("Static", {"init_scale": scale, "exact": False}, {"scale": scale}, {})
+
+
+def _read_block(block: Any) -> Saved:
+    """What the block says: all but what torch's keys say."""
     version = _entry(_dict(BLOCK, block), "version")
     if type(version) is not int or version != VERSION:
         raise StateError(
@@ -108,12 +136,36 @@ def _read_block(block: Any) -> tuple[str, dict[str, Any], dict[str, Any], dict[s
     counters = _dict("counters", _entry(block, "counters"))
     if "scale" in state:
         raise StateError(f"The state says its scale twice: also in the block {BLOCK!r}.")
-    return (
+    return Saved(
         policy,
         {key: _setting(key, value) for key, value in settings.items()},
         {key: _counter(key, value) for key, value in state.items()},
         {key: _counter(key, value) for key, value in counters.items()},
+        _losses(block.get("losses", ())),
     )
+
+
+def _losses(pairs: Any) -> tuple[tuple[int | str, dict[str, Any]], ...]:
+    """The states of further losses."""
+    if not isinstance(pairs, list | tuple):
+        raise StateError(f"The state's losses must be a list of pairs, got {pairs!r}.")
+    losses: dict[int | str, dict[str, Any]] = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise StateError(f"The state's losses must be pairs of an id and a dict, got {pair!r}.")
+        loss_id, fields = pair
+        if type(loss_id) not in {int, str} or loss_id == 0 or loss_id in losses:
+            raise StateError(
+                "The state's losses must each have an id of its own, a whole number but not 0, or "
+                f"a string: got {loss_id!r}."
+            )
+        try:
+            counters = dict(_dict("fields", fields))
+            scale = _scale(counters.pop("scale", None))
+            losses[loss_id] = {"scale": scale, **{k: _counter(k, v) for k, v in counters.items()}}
+        except StateError as error:
+            raise StateError(f"The state's losses, id {loss_id!r}: {error}") from None
+    return tuple(losses.items())
 
 
 def _entry(block: Mapping[str, Any], key: str) -> Any:

@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 FACTS = {"formats", "errors"}
-CORE = FACTS | {"policy", "states"}
+CORE = FACTS | {"policy", "foreign", "states"}
 ENGINES = {"torch", "jax", "keras"}
 BELOW_ENGINES = CORE | {"runlog", "__init__"}
 
@@ -51,7 +51,8 @@ RULES = {
     "errors": Rule(),
     "formats": Rule({"errors"}),
     "policy": Rule(FACTS),
-    "states": Rule(FACTS),
+    "foreign": Rule({"errors"}),
+    "states": Rule(FACTS | {"foreign"}),
     "runlog": Rule(FACTS),
     "torch": Rule(BELOW_ENGINES, {"torch"}),
     "torch._triton": Rule(BELOW_ENGINES, {"torch", "triton"}),
@@ -296,6 +297,8 @@ FAULTS = [
     (forbidden_imports, "policy", "from . import states", "gradscale.states"),
     (forbidden_imports, "policy", "from gradscale import Dynamic", "gradscale.Dynamic"),
     (forbidden_imports, "formats", "from .policy import Dynamic", "gradscale.policy.Dynamic"),
+    (forbidden_imports, "foreign", "from .states import Saved", "gradscale.states.Saved"),
+    (forbidden_imports, "foreign", "import deepspeed", "import deepspeed"),
     (forbidden_imports, "errors", "from . import formats", "gradscale.formats"),
     (forbidden_imports, "jax", "from .torch import scaler", "gradscale.torch.scaler"),
     (forbidden_imports, "torch.scaler", "from ..jax import grad", "gradscale.jax.grad"),

@@ -52,11 +52,15 @@ EXAMPLES: dict[str, tuple[Policy, State]] = {
 def saved_of(name: str) -> Saved:
     """The example of a policy, as an engine would save it."""
     policy, state = EXAMPLES[name]
-    return Saved(name, dataclasses.asdict(policy), state._asdict(), {"bad_losses": 9, "more": 1})
+    others = ((1, {**state._asdict(), "scale": 3.5}), ("penalty", state._asdict()))
+    counters = {"bad_losses": 9, "more": 1}
+    return Saved(name, dataclasses.asdict(policy), state._asdict(), counters, others)
 
 
 def not_plain(value: Any, where: str = "") -> list[str]:
-    """Where something is neither a number, a string, None nor a dict of such by strings."""
+    """Where something is neither a number, a string, None nor a list or dict of such by strings."""
+    if type(value) is list:
+        return [found for i, v in enumerate(value) for found in not_plain(v, f"{where}.{i}")]
     if type(value) is dict:
         odd = [f"{where}: the key {key!r}" for key in value if type(key) is not str]
         return odd + [found for k, v in value.items() for found in not_plain(v, f"{where}.{k}")]
@@ -69,7 +73,7 @@ def lost(name: str, there_and_back: Callable[[dict[str, Any]], dict[str, Any]]) 
     back = read(there_and_back(write(saved)))
     policy, state = EXAMPLES[name]
     found = [f for f, a, b in zip(Saved._fields, saved, back, strict=True) if a != b]
-    found += not_plain(back._asdict())
+    found += not_plain({**back._asdict(), "losses": [list(pair) for pair in back.losses]})
     if not found and POLICIES[back.policy](**back.settings) != policy:
         found.append("the policy as rebuilt")
     if not found and type(state)(**back.state) != state:
@@ -110,6 +114,7 @@ def test_nothing_is_lost_in_a_checkpoint(
         lambda c: {**c, BLOCK: {**c[BLOCK], "state": {}}},
         lambda c: {**c, BLOCK: {**c[BLOCK], "counters": {"bad_losses": 9}}},
         lambda c: {**c, BLOCK: {**c[BLOCK], "settings": {"exact": False}}},
+        lambda c: {**c, BLOCK: {**c[BLOCK], "losses": c[BLOCK]["losses"][:1]}},
     ],
 )
 def test_loss_on_the_way_is_found(spoil: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -140,6 +145,32 @@ def test_write_and_read_leave_their_argument_alone(name: str) -> None:
     back.settings["more"], back.state["more"], back.counters["more"] = 1, 2, 3
     assert checkpoint == before
     assert saved == saved_of(name)
+    back.losses[0][1]["more"] = 4
+    assert (checkpoint, saved) == (before, saved_of(name))
+
+
+def test_checkpoint_without_further_losses_does_not_mention_them() -> None:
+    alone = saved_of("Dynamic")._replace(losses=())
+    assert "losses" not in write(alone)[BLOCK]
+    assert read(write(alone)) == alone
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"settings": {}},
+        {"settings": {**dict.fromkeys(TORCH_KEYS[1:4], 2), "hysteresis": 2}},
+        {"state": {"scale": 8.0, "bad_steps": 1}},
+        {"losses": [(1, {"scale": 8.0})]},
+        {"patience": 1},
+    ],
+    ids=repr,
+)
+def test_what_torchs_keys_cannot_hold_is_not_written_in_them(more: dict[str, Any]) -> None:
+    torchs = Saved(None, dict.fromkeys(TORCH_KEYS[1:4], 2), {"scale": 8.0, "good_steps": 1}, {})
+    assert read(write(torchs)) == torchs
+    with pytest.raises(StateError, match="load it into a scaler"):
+        write(torchs._replace(**more))
 
 
 def test_checkpoint_taken_over_mid_run_goes_on_as_if_nothing_had_happened() -> None:
@@ -223,6 +254,7 @@ DAMAGE: dict[Path, list[Any]] = {
     (BLOCK, "settings", "hysteresis"): NO_NUMBER,
     (BLOCK, "state", "bad_steps"): NO_COUNT,
     (BLOCK, "counters", "bad_losses"): NO_COUNT,
+    (BLOCK, "losses"): [None, 8, True, "", "ab", b"ab", {}, {"a": 8.0}, [8], [[]], [[1]], ["ab"]],
 }
 DROPPED = object()
 
@@ -277,11 +309,33 @@ def test_what_has_the_wrong_form_is_refused_by_name(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [(key,) for key in TORCH_KEYS] + [path for path in DAMAGE if len(path) == 2],
+    [(key,) for key in TORCH_KEYS]
+    + [path for path in DAMAGE if len(path) == 2 and path[1] != "losses"],
     ids=".".join,
 )
 def test_key_that_is_missing_is_named(path: Path) -> None:
     assert objection(read, damaged(path, DROPPED), path[-1]) == ""
+
+
+GOOD = {"scale": 8.0, "good_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("losses", "name"),
+    [
+        ([[0, GOOD]], "got 0"),
+        ([[1, GOOD], [1, GOOD]], "got 1"),
+        ([[True, GOOD]], "got True"),
+        ([[1.0, GOOD]], "got 1.0"),
+        ([[None, GOOD]], "got None"),
+        ([[[1], GOOD]], r"got [1]"),
+        *(([[1, GOOD], ["a", bad]], "id 'a'") for bad in [*NO_DICT, {}, {"good_steps": 1}]),
+        *(([["a", {**GOOD, "scale": bad}]], "id 'a': The state's scale") for bad in NO_SCALE),
+        *(([["a", {**GOOD, "good_steps": bad}]], "'a': The state's good_") for bad in NO_COUNT),
+    ],
+)
+def test_damaged_state_of_a_further_loss_is_refused_by_its_id(losses: Any, name: str) -> None:
+    assert objection(read, damaged((BLOCK, "losses"), losses), name) == ""
 
 
 @pytest.mark.parametrize("checkpoint", [None, 5, "abc", [], [("scale", 8.0)], TWO], ids=repr)
@@ -294,9 +348,9 @@ def test_empty_state_is_refused_and_the_reason_guessed() -> None:
 
 
 def test_keys_that_were_found_are_named() -> None:
-    foreign = {"cur_scale": 8.0, "last_overflow_iter": 3, 7: None}
-    assert objection(read, foreign, "scale, growth_factor") == ""
-    assert objection(read, foreign, "['7', 'cur_scale', 'last_overflow_iter']") == ""
+    unknown = {"model": 8.0, "epoch": 3, 7: None}
+    assert objection(read, unknown, "scale, growth_factor") == ""
+    assert objection(read, unknown, "['7', 'epoch', 'model']") == ""
 
 
 def test_state_of_a_later_version_names_both_versions() -> None:
@@ -400,7 +454,10 @@ def test_wreck_is_read_as_plain_numbers_or_refused(checkpoint: dict[str, Any]) -
         saved = read(checkpoint)
     except StateError:
         return
-    policy, settings, state, counters = saved
+    policy, settings, state, counters, losses, patience = saved
+    assert patience is None
+    assert not_plain([list(pair) for pair in losses]) == []
+    assert all(0 < fields["scale"] < math.inf for _, fields in losses)
     assert policy is None or type(policy) is str
     assert not_plain(settings) + not_plain(state) + not_plain(counters) == []
     assert not [v for v in (*settings.values(), *state.values()) if type(v) in {dict, str}]
