@@ -5,7 +5,8 @@ try:
 except ImportError as error:
     raise ImportError('gradscale.torch needs PyTorch: pip install "gradscale[torch]".') from error
 
-from gradscale.torch.outcome import StepOutcome
+from gradscale.torch.events import Event
+from gradscale.torch.outcome import Culprit, StepOutcome
 from gradscale.torch.scaler import GradScaler
 
-__all__ = ["GradScaler", "StepOutcome"]
+__all__ = ["Culprit", "Event", "GradScaler", "StepOutcome"]

@@ -27,7 +27,7 @@ from gradscale.torch.unscale import (
 )
 
 if TYPE_CHECKING:
-    from gradscale.torch.scaler import GradScaler
+    from gradscale.torch.stepping import Stepping
 
 
 class _Undo(Exception):
@@ -38,7 +38,12 @@ class ClosureStep:
     """One step of `optimizer` with `closure`."""
 
     def __init__(
-        self, scaler: GradScaler, optimizer: Optimizer, closure: Callable[[], Any], ready: bool
+        self,
+        scaler: Stepping,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        ready: bool,
+        edit: Callable[[], None] | None = None,
     ) -> None:
         self.reading: Reading | None = None
         """What the last evaluation's gradients said; None if the closure was never called."""
@@ -47,6 +52,8 @@ class ClosureStep:
         self._closure = closure
         self._ready = ready
         """Whether there were gradients before the step, so that it need not evaluate."""
+        self._edit = edit
+        """What changes the unscaled gradients after every evaluation, say by clipping."""
         self._evaluations = 0
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,6 +103,8 @@ class ClosureStep:
         found = any(map(bool, self.reading.found_inf.values()))
         loss_finite = bool(torch.isfinite(torch.as_tensor(loss)).all())
         if loss_finite and not found and bool(self.reading.fits):
+            if self._edit is not None:
+                self._edit()
             return loss
         if loss_finite or self._evaluations == 1:
             raise _Undo

@@ -8,6 +8,7 @@ waits for the device.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from torch.optim import SGD, Optimizer
 from gradscale.torch.unscale import move
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+def is_capable(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` keeps the contract."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not takes_scaler(
+        optimizer
+    )
+
+
+def takes_scaler(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` keeps an older contract, in which `step()` is handed the scaler."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def step_on_device(

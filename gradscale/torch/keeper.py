@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,22 @@ from torch import Tensor
 
 from gradscale import states
 from gradscale.errors import CallOrderError, SettingError, StateError
-from gradscale.policy import POLICIES, DefaultBound, Dynamic, GradStats, Policy, State
+from gradscale.policy import (
+    POLICIES,
+    DefaultBound,
+    Dynamic,
+    DynamicState,
+    GradStats,
+    Policy,
+    State,
+)
+from gradscale.torch.events import Move
 from gradscale.torch.unscale import move
 from gradscale.torch.window import Window
 
-_LOSSES = "bad_losses"
+_LOSSES, STEPS = "bad_losses", "steps"
+_COUNTERS = (_LOSSES, STEPS)
+"""What is counted besides the policy's state: windows in a row with a bad loss; `update()`s."""
 # A non-finite loss says nothing about the scale, unless it is non-finite *because of* the scale (a
 # penalty computed from scaled gradients by hand). So after many in a row, one in a few counts as an
 # overflow after all.
@@ -67,8 +78,11 @@ class ScaleKeeper(torch.amp.GradScaler):
         self._policy = policy
         self._initial: State = policy.init()
         self._state: State | None = None
-        self._init_bad_losses = 0
-        self._bad_losses: Tensor | None = None
+        self._init_counters = dict.fromkeys(_COUNTERS, 0)
+        self._counters: dict[str, Tensor] = {}
+        self._initial_losses: dict[int | str, State] = {}
+        self._losses: dict[int | str, State] = {}
+        """The states of losses with a scale of their own."""
 
     # torch's private names, which Lightning, accelerate, FSDP and torch's tests read.
 
@@ -85,14 +99,19 @@ class ScaleKeeper(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Puts the state on `dev`."""
+        self._state = _on_device(self._initial, dev)
+        counts = self._init_counters
+        self._counters = dict(zip(counts, _on_device(counts.values(), dev), strict=True))
+        self._losses = {key: _on_device(state, dev) for key, state in self._initial_losses.items()}
 
-        def on_device(value: float | int) -> Tensor:
-            dtype = torch.float32 if isinstance(value, float) else torch.int32
-            return torch.full((), value, dtype=dtype, device=dev)
-
-        with torch.inference_mode(False):  # the first loss may be that of an evaluation
-            self._state = type(self._initial)(*(on_device(value) for value in self._initial))
-            self._bad_losses = on_device(self._init_bad_losses)
+    def _loss_state(self, loss_id: int | str) -> State:
+        """The state of the loss called `loss_id`, on its device."""
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int | str):
+            raise SettingError(f"loss_id must be a whole number or a name, got {loss_id!r}.")
+        if loss_id not in self._losses:
+            device = self._live("backward()").scale.device
+            self._losses[loss_id] = _on_device(self._policy.init(), device)
+        return self._losses[loss_id]
 
     def _live(self, call: str) -> State:
         """The state on its device; a CallOrderError if no tensor has told the device yet."""
@@ -111,11 +130,24 @@ class ScaleKeeper(torch.amp.GradScaler):
 
     # Getters and setters.
 
-    def get_scale(self) -> float:
-        """The current scale, 1.0 if disabled. This **waits for the device**."""
+    def get_scale(self, loss_id: int | str = 0) -> float:
+        """The current scale, 1.0 if disabled. This **waits for the device**.
+
+        Args:
+            loss_id: Of which loss, where some have a scale of their own.
+        """
         if not self._enabled:
             return 1.0
-        return self._init_scale if self._state is None else float(self._state.scale)
+        state: State | None = self._initial if self._state is None else self._state
+        if loss_id != 0:
+            losses = self._initial_losses if self._state is None else self._losses
+            state = losses.get(loss_id)
+        if state is None:
+            known = ", ".join(map(repr, [0, *losses]))
+            raise SettingError(
+                f"loss_id must be one that backward() had ({known}), got {loss_id!r}."
+            )
+        return float(state.scale)
 
     def _get_growth_tracker(self) -> int:
         if not self._enabled or self._growth_tracker is None:
@@ -181,8 +213,8 @@ class ScaleKeeper(torch.amp.GradScaler):
 
     # Moving.
 
-    def _move(self, finite: Tensor, fits: Tensor, window: Window | None) -> None:
-        """Tells the policy what the gradients of `window` were like, and takes its answer."""
+    def _move(self, finite: Tensor, fits: Tensor, window: Window | None) -> Iterator[Move]:
+        """Tells the policy what the gradients of `window` were like, and takes its answers."""
         live = self._live("update()")
         loss_finite: Tensor | bool = True
         news = None
@@ -199,16 +231,29 @@ class ScaleKeeper(torch.amp.GradScaler):
                     news = news & window.loss_finite
                 finite = finite & window.finite
             window.finite = finite
+            if window.blank is not None:
+                news = ~window.blank if news is None else news & ~window.blank
         stats = GradStats(finite=finite, loss_finite=loss_finite, fits=fits)
+        yield self._update(0, live, stats, news)
+        for loss_id, own in window.take_losses() if window is not None else ():
+            stats = GradStats(finite=own.finite, loss_finite=own.loss_finite)
+            yield self._update(loss_id, self._loss_state(loss_id), stats)
+
+    def _update(
+        self, loss_id: int | str, live: State, stats: GradStats, news: Tensor | None = None
+    ) -> Move:
+        """Moves a state in place, only where there is `news`."""
+        before = live.scale.clone()
         moved = self._policy.update(live, stats, torch)  # type: ignore[arg-type]
         for value, new in zip(live, moved, strict=True):
             value.copy_(new if news is None else torch.where(news, new, value))
+        return Move(loss_id, before, live.scale.clone(), getattr(self._policy, "min_scale", 0.0))
 
     def _loss_finite(self, window: Window) -> Tensor | bool:
         """bool: whether the losses of `window` were finite, as the policy is told."""
-        if window.loss_finite is None or self._bad_losses is None:
+        if window.loss_finite is None:
             return True
-        finite, count = window.loss_finite, self._bad_losses
+        finite, count = window.loss_finite, self._counters[_LOSSES]
         if window.penalty_finite is not None:
             finite = finite | ~window.penalty_finite  # non-finite through the scale: it is to blame
         count.copy_(torch.where(finite, torch.zeros_like(count), count + 1))
@@ -224,25 +269,29 @@ class ScaleKeeper(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        state, bad_losses = self._numbers()
+        state, counters, losses = self._numbers()
         settings = dataclasses.asdict(self._policy)
         for bound in ("min_scale", "max_scale"):
             if isinstance(settings.get(bound), DefaultBound):
                 settings[f"default_{bound}"] = True
         name = type(self._policy).__name__
-        return states.write(states.Saved(name, settings, state._asdict(), {_LOSSES: bad_losses}))
+        named = [(key, one._asdict()) for key, one in losses.items()]
+        return states.write(states.Saved(name, settings, state._asdict(), counters, named))
 
-    def _numbers(self) -> tuple[State, int]:
-        """The state and the counter of bad losses as plain numbers."""
-        if self._state is None or self._bad_losses is None:
-            return self._initial, self._init_bad_losses
-        return type(self._state)(*(value.item() for value in self._state)), int(self._bad_losses)
+    def _numbers(self) -> tuple[State, dict[str, int], dict[int | str, State]]:
+        """The state, the counters and the states of other losses as plain numbers."""
+        if self._state is None:
+            return self._initial, self._init_counters, self._initial_losses
+        counters = {name: int(count) for name, count in self._counters.items()}
+        losses = {key: _plain(state) for key, state in self._losses.items()}
+        return _plain(self._state), counters, losses
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
-        """Takes over a checkpoint, ours or torch's.
+        """Takes over a checkpoint: ours, torch's, or that of a peer (see gradscale/foreign.py).
 
         Args:
-            state_dict: What `state_dict()` gave, here or in torch.
+            state_dict: What `state_dict()` gave, here, in torch, Apex, DeepSpeed, Megatron, Flax,
+                Keras or jmp.
             settings: Whether to take the settings as well, as torch does. False keeps the settings
                 of this scaler and takes the scale and the counters alone.
 
@@ -253,31 +302,30 @@ class ScaleKeeper(torch.amp.GradScaler):
             return
         saved = states.read(state_dict)
         policy = self._policy_of(saved) if settings else self._policy
-        fields = type(policy.init())._fields
-        if settings and saved.policy is not None and set(fields) != set(saved.state):
-            odd = ", ".join(sorted(set(fields) ^ set(saved.state)))
-            raise StateError(f"The state of {saved.policy} lacks or does not know: {odd}.")
-        state = policy.init()._replace(**{k: v for k, v in saved.state.items() if k in fields})
-        scale = float(state.scale)
-        if isinstance(policy, Dynamic):
-            scale = min(max(scale, policy.min_scale), policy.max_scale)
-        if scale != state.scale:
-            warnings.warn(
-                f"The loaded scale {state.scale} is outside min_scale and max_scale: now {scale}.",
-                stacklevel=2,
-            )
+        strict = settings and saved.policy is not None
+        state = _taken(saved.state, policy, strict)
+        if saved.patience is not None and isinstance(state, DynamicState):
+            patience = getattr(policy, "hysteresis", 1)
+            state = state._replace(bad_steps=max(patience - saved.patience, 0))
+        losses = {key: _taken(fields, policy, strict) for key, fields in saved.losses}
         self._policy = policy
         if self._window is not None:
             self._window.closed = True  # the next loss takes the loaded scale
-        self._initial = state._replace(scale=scale)
-        self._init_bad_losses = saved.counters.get(_LOSSES, 0)
-        if self._state is not None and self._bad_losses is not None:
-            if type(self._state) is type(self._initial):
-                for live, value in zip(self._state, self._initial, strict=True):
-                    live.fill_(value)
-                self._bad_losses.fill_(self._init_bad_losses)
-            else:
-                self._lazy_init_scale_growth_tracker(self._state.scale.device)
+        self._initial = state
+        self._initial_losses = losses
+        self._init_counters = {name: saved.counters.get(name, 0) for name in _COUNTERS}
+        if self._state is None:
+            return
+        if type(self._state) is not type(self._initial):
+            self._lazy_init_scale_growth_tracker(self._state.scale.device)
+            return
+        # In place: a CUDA graph may have captured these very tensors.
+        for live, value in zip(self._state, self._initial, strict=True):
+            live.fill_(value)
+        for name, count in self._counters.items():
+            count.fill_(self._init_counters[name])
+        device = self._state.scale.device
+        self._losses = {key: _on_device(one, device) for key, one in losses.items()}
 
     def _policy_of(self, saved: states.Saved) -> Policy:
         """The policy that a checkpoint asks for."""
@@ -310,6 +358,42 @@ class ScaleKeeper(torch.amp.GradScaler):
                 raise CallOrderError(
                     "A GradScaler can be pickled only between iterations: call update() first."
                 )
-            pickled["_initial"], pickled["_init_bad_losses"] = self._numbers()
-            pickled["_state"] = pickled["_bad_losses"] = None
+            names = ("_initial", "_init_counters", "_initial_losses")
+            pickled.update(zip(names, self._numbers(), strict=True))
+            pickled.update(_state=None, _counters={}, _losses={})
         return pickled
+
+
+def _on_device(values: Iterable[float | int], device: torch.device) -> Any:
+    """Plain numbers as 0-dim tensors on `device`, in the same kind of tuple."""
+    with torch.inference_mode(False):  # the first loss may be that of an evaluation
+        tensors = [
+            torch.full(
+                (), v, dtype=torch.float32 if isinstance(v, float) else torch.int32, device=device
+            )
+            for v in values
+        ]
+    return getattr(values, "_make", tuple)(tensors)
+
+
+def _plain(state: State) -> State:
+    """`state` in plain numbers. Waits for the device."""
+    return type(state)(*(value.item() for value in state))
+
+
+def _taken(fields: Mapping[str, Any], policy: Policy, strict: bool) -> State:
+    """The state of `policy` that a checkpoint's `fields` say, its scale within the bounds."""
+    first = policy.init()
+    if strict and set(first._fields) != set(fields):
+        odd = ", ".join(sorted(set(first._fields) ^ set(fields)))
+        raise StateError(f"The state of {type(policy).__name__} lacks or does not know: {odd}.")
+    state = first._replace(**{k: v for k, v in fields.items() if k in first._fields})
+    scale = float(state.scale)
+    if isinstance(policy, Dynamic):
+        scale = min(max(scale, policy.min_scale), policy.max_scale)
+    if scale != state.scale:
+        warnings.warn(
+            f"The loaded scale {state.scale} is outside min_scale and max_scale: now {scale}.",
+            stacklevel=3,
+        )
+    return state._replace(scale=scale)

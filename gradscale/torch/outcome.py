@@ -1,16 +1,44 @@
-"""The result of a step: was it applied, and if not, why."""
+"""The result of a step: was it applied, and if not, why, and which parameters are to blame."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from gradscale.formats import Format
+from gradscale.torch.unscale import Peaks, readable, values_of
 
 
-class StepOutcome(NamedTuple):
+class Culprit(NamedTuple):
+    """A parameter whose gradient was not finite."""
+
+    name: str
+    rank: int
+    infs: int | None
+    """How many elements are infinite; None: some, which nobody counted."""
+    nans: int | None
+    """How many elements are NaN; None: some, which nobody counted."""
+
+
+Bad = Callable[[], list[Culprit]]
+"""Finds the culprits when it is asked."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class StepOutcome:
     """What became of one step. Values stay on the device: reading one (`bool()`, `float()`) waits.
 
-    They are the step's own and do not change when later steps are taken.
+    They are the step's own and do not change when later steps are taken. `None` stands for what
+    this way of stepping does not measure; `apply()` measures all but `underflow`, which must be
+    asked for.
     """
 
     applied: Tensor
@@ -24,3 +52,144 @@ class StepOutcome(NamedTuple):
     """bool: every loss of the window was finite; True where several ranks run and nobody asked."""
     scale: Tensor
     """float32: the scale that the gradients were made with."""
+    grad_norm: Tensor | None = None
+    """float32: the 2-norm of the unscaled gradients, before clipping; NaN if it was skipped."""
+    amax: Tensor | None = None
+    """float32: the largest magnitude among the scaled gradients."""
+    underflow: Tensor | None = None
+    """float32: share of the nonzero scaled elements below the format's smallest normal number."""
+    skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
+    """int32: how many steps of this optimizer in a row have been skipped, this one included."""
+
+    _format: Format | None = None
+    _floor: float = 0.0
+    _bad: Bad = list
+    _nothing: bool = False
+    """Whether there was no gradient at all."""
+    _done: torch.Event | None = None
+
+    @property
+    def headroom(self) -> Tensor | None:
+        """float32: binades between amax and the largest finite number of the format."""
+        if self.amax is None or self._format is None:
+            return None
+        return torch.log2(self._format.max / self.amax)
+
+    def __bool__(self) -> bool:
+        """Whether the step was applied; **waits for the device**."""
+        return bool(self.applied)
+
+    def ready(self) -> bool:
+        """Whether reading it would wait for nothing."""
+        return readable(self.applied) or (self._done is not None and self._done.query())
+
+    def verdict(self) -> str:
+        """What became of the step, in a few words; **waits for the device**.
+
+        The first that is true of: "applied", "no gradients", "loss not finite", "stuck at the
+        floor", "NaN at any scale" (NaN without a single infinity: an overflow leaves infinities),
+        "scale too low", "scale too high".
+        """
+        if self.applied:
+            return "applied"
+        if self._nothing:
+            return "no gradients"
+        if not self.loss_finite:
+            return "loss not finite"
+        if not self.finite and float(self.scale) <= self._floor:
+            return "stuck at the floor"
+        culprits = self.culprits()
+        if any(bad.nans != 0 for bad in culprits) and all(bad.infs == 0 for bad in culprits):
+            return "NaN at any scale"
+        return "scale too low" if self.finite else "scale too high"
+
+    def culprits(self) -> list[Culprit]:
+        """The parameters whose gradients were not finite; **waits for the device**."""
+        return self._bad()
+
+    def __repr__(self) -> str:
+        if not self.ready():
+            return "StepOutcome(still on the device)"
+        scale, row = float(self.scale), int(self.skipped_in_a_row)
+        return f"StepOutcome({self.verdict()!r}, scale={scale:g}, skipped_in_a_row={row})"
+
+
+def event_on(device: torch.device) -> torch.Event | None:
+    """An event for the work on `device`; None where nobody need wait, or nobody can tell."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return torch.Event(device)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What is known of an optimizer's gradients before its step."""
+
+    amax: Tensor | None = None
+    grad_norm: Tensor | None = None
+    underflow: Tensor | None = None
+    peaks: Peaks = field(default_factory=dict)
+
+
+class Names:
+    """The names of parameters, as models and optimizers give them."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def take(self, model: torch.nn.Module) -> None:
+        """Takes over the names that `model` has for its parameters."""
+        for name, param in model.named_parameters():
+            self._given[id(param)] = (weakref.ref(param), name)
+
+    def of(self, optimizers: Iterable[Optimizer]) -> dict[int, str]:
+        """A name for every parameter of `optimizers`, by its id, in their order."""
+        names: dict[int, str] = {}
+        for number, group in enumerate(g for o in optimizers for g in o.param_groups):
+            own = group.get("param_names", ())
+            for place, param in enumerate(group["params"]):
+                ref, name = self._given.get(id(param), (None, ""))
+                if ref is None or ref() is not param:
+                    plain = f"group {number}, parameter {place}, shape {tuple(param.shape)}"
+                    name = own[place] if place < len(own) else plain
+                names.setdefault(id(param), name)
+        return names
+
+
+@torch.no_grad()
+def counted(names: Mapping[int, str], params: Iterable[Tensor]) -> list[Culprit]:
+    """The culprits among the gradients of `params`, counted now; **waits for the device**."""
+    bad = []
+    for param in params:
+        for group in values_of([param]).values():
+            if not torch.isfinite(group[0]).all():
+                infs, nans = int(torch.isinf(group[0]).sum()), int(torch.isnan(group[0]).sum())
+                bad.append(Culprit(names[id(param)], _rank(), infs, nans))
+    return bad
+
+
+def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) -> list[Culprit]:
+    """The culprits that the largest magnitudes of the gradients of `params` show."""
+    owners: dict[Any, list[int]] = defaultdict(list)
+    for param in params:
+        owners[param.device, param.dtype.to_real()].append(id(param))
+    bad = []
+    for key, group in peaks.items():
+        for place, peak in enumerate(group.tolist()):
+            if math.isfinite(peak):
+                continue
+            whose = owners.get(key, [])
+            plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
+            name = names[whose[place]] if len(whose) == len(group) else plain
+            some, none = None, 0
+            infs, nans = (none, some) if math.isnan(peak) else (some, none)
+            bad.append(Culprit(name, _rank(), infs, nans))
+    return bad
+
+
+def _rank() -> int:
+    """The rank of this process among all; 0 if it is alone."""
+    distributed = torch.distributed
+    alive = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if alive else 0

@@ -1,15 +1,13 @@
-"""The drop-in GradScaler: torch's calls in torch's order, without torch's defects.
+"""The GradScaler: torch's calls in torch's order without torch's defects, or two calls a step.
 
-Here are its constructor, `step()` and `update()`; the policy's state is in keeper.py, scaling and
-unscaling are in scaling.py. Decisions stay on the device; the one place that must wait for it is
-the step of an optimizer that cannot skip by itself, exactly as in torch.
+Here are its constructor, `step()`, `apply()`, `update()` and what they tell; the policy's state is
+in keeper.py, scaling in scaling.py, unscaling and clipping in checking.py. Decisions stay on the
+device; the one place that must wait for it is the step of an optimizer that cannot skip by itself,
+exactly as in torch.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +17,17 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.formats import format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
-from gradscale.torch.closure import ClosureStep
-from gradscale.torch.contract import step_on_device, writes_back
-from gradscale.torch.outcome import StepOutcome
-from gradscale.torch.scaling import NOT_SAVED, Scaling
-from gradscale.torch.unscale import params_with_grad, read, values_of
-from gradscale.torch.window import Fate, Window
+from gradscale.torch.applying import Applying
+from gradscale.torch.events import Event, Events, Move, Record
+from gradscale.torch.follow import Followers
+from gradscale.torch.keeper import STEPS
+from gradscale.torch.outcome import Names
+from gradscale.torch.scaling import NOT_SAVED, capturing
 
 
-class GradScaler(Scaling):
+class GradScaler(Applying):
     """Scales losses, unscales gradients, steps or skips: `torch.amp.GradScaler`, mended.
 
         scaler = GradScaler("cuda")
@@ -40,6 +39,11 @@ class GradScaler(Scaling):
             scaler.update()
             optimizer.zero_grad()
 
+    or, with two calls that cannot come in the wrong order:
+
+            scaler.backward(loss)
+            outcome = scaler.apply(optimizer, clip_norm=1.0)
+
     What differs from torch is listed in docs/differences.md.
 
     Args:
@@ -49,6 +53,12 @@ class GradScaler(Scaling):
         min_scale: The floor of the scale.
         max_scale: The ceiling of the scale.
         hysteresis: On which consecutive overflow the scale falls.
+        format: The narrowest format of the backward pass, which headroom and underflow are about.
+        on_stuck: What to do after `stuck_after` skipped steps in a row: "warn", "raise" a
+            `StuckError`, or "ignore".
+        stuck_after: How many skipped steps in a row are too many.
+        underflow_every: Measure `outcome.underflow` in every so many iterations, which takes
+            another look at all gradients; 0 never does.
     """
 
     def __init__(
@@ -64,6 +74,10 @@ class GradScaler(Scaling):
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
         hysteresis: int = 1,
+        format: str = "float16",
+        on_stuck: str = "warn",
+        stuck_after: int = 50,
+        underflow_every: int = 0,
     ) -> None:
         rule = Dynamic(
             init_scale=init_scale,
@@ -77,137 +91,24 @@ class GradScaler(Scaling):
         )
         if policy is not None and rule != Dynamic(exact=False):
             raise SettingError(f"Give either policy or torch's settings, got {policy} and {rule}.")
+        if isinstance(underflow_every, bool) or not isinstance(underflow_every, int):
+            raise SettingError(f"underflow_every must be a whole number, got {underflow_every!r}.")
+        if underflow_every < 0:
+            raise SettingError(f"underflow_every must be >= 0, got {underflow_every}.")
         self._device = device
         self._enabled = enabled
         self._keep(rule if policy is None else policy)
         self._warned_half = False
+        self._format = format_named(format)
+        self._underflow_every = underflow_every
+        self._stuck = (on_stuck, stuck_after)
         self._begin()
 
-    # Stepping.
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps `optimizer` unless a gradient is not finite; what its `step()` returned, or None.
-
-        A closure, by position or as `closure=`, computes the loss, calls `scaler.backward(loss)`
-        and returns the unscaled loss. All its evaluations have one scale, and the step is undone if
-        one of them overflows.
-
-        **Waits for the device** unless the optimizer can skip by itself (`fused=True` in
-        torch.optim).
-        """
-        if not self._enabled:
-            result = optimizer.step(*args, **kwargs)
-            yes = torch.ones((), dtype=torch.bool)
-            self._tell(optimizer, StepOutcome(yes, yes, yes, yes, torch.ones(())))
-            return result
-        closure, others, named = _take_closure(args, kwargs)
-        if closure is not None:
-            return self._step_with_closure(optimizer, closure, others, named)
-        window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
-        params = params_with_grad(optimizer)
-        if not params:
-            _warn_no_gradients(optimizer)
-            self._finish(optimizer, window, torch.ones_like(window.scale, dtype=torch.bool))
-            self._skips.pop()  # there is nothing to clear
-            return None
-        capable = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if capable and "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            return self._step_with_scaler(optimizer, window, args, kwargs)
-        scale = None
-        if self._stage(optimizer) is OptState.UNSCALED:
-            self._recheck(optimizer, window)
-        elif capable and not window.split(params)[1]:
-            self._record(optimizer, read(values_of(params), window.inv_scale), OptState.READY)
-            scale = window.scale
-        else:
-            self._unscale(optimizer, window)
-        skipped = self._skipped(optimizer)
-        if capable:
-            result = step_on_device(optimizer, scale, skipped, args, kwargs)
-            if scale is not None:
-                self._mark_stepped(optimizer, window, skipped)
-        else:
-            result = None if bool(skipped) else optimizer.step(*args, **kwargs)
-        self._finish(optimizer, window, skipped)
-        return result
-
-    def _mark_stepped(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
-        """Remembers gradients that went through `step_on_device` scaled."""
-        left = torch.where(skipped, window.inv_scale, torch.ones_like(window.scale))
-        fate = Fate.USED if writes_back(optimizer) else Fate.OPAQUE
-        window.mark(params_with_grad(optimizer), left, fate)
-
-    def _step_with_scaler(
-        self, optimizer: Optimizer, window: Window, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Steps an optimizer of the older contract, which asks the scaler for everything itself."""
-        warnings.warn(
-            "torch deprecated optimizers whose step() takes grad_scaler. Read the attributes "
-            "grad_scale and found_inf instead.",
-            FutureWarning,
-            stacklevel=3,
-        )
-        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        self._finish(optimizer, window, self._found(self._found_inf_per_device(optimizer)))
-        return result
-
-    def _step_with_closure(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
-        if self._stage(optimizer) is OptState.STEPPED:
-            self._use(optimizer, "step", ())  # says what is wrong
-        window = self._pending()
-        if window is not None and self._stage(optimizer) is OptState.UNSCALED:
-            self._recheck(optimizer, window)
-        elif window is not None and not window.closed and not window.used_by(optimizer):
-            if params_with_grad(optimizer):
-                self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
-        ready = self._stage(optimizer) is OptState.UNSCALED
-        run = ClosureStep(self, optimizer, closure, ready)
-        result = None if ready and bool(self._skipped(optimizer)) else run.step(args, kwargs)
-        if run.reading is not None:
-            self._record(optimizer, run.reading, OptState.UNSCALED)
-        window = self._use(optimizer, "step", (OptState.UNSCALED,))
-        window.mark(params_with_grad(optimizer))
-        self._finish(optimizer, window, self._skipped(optimizer))
-        return result
-
-    def _finish(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
-        """Ends the step of `optimizer`, and says what became of it."""
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        window.use(optimizer)
-        yes = torch.ones_like(skipped)
-        outcome = StepOutcome(
-            applied=~skipped,
-            finite=~self._found(self._found_inf_per_device(optimizer)),
-            fits=self._fits.get(id(optimizer), yes),
-            loss_finite=yes if window.loss_finite is None else window.loss_finite,
-            scale=window.scale,
-        )
-        self._tell(optimizer, outcome)
-        self._skips.append((weakref.ref(optimizer), window, skipped))
-
-    def _tell(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        """Keeps `outcome` for whoever asks, as long as `optimizer` lives."""
-        key, outcomes = id(optimizer), self._outcomes
-        outcomes[key] = (weakref.ref(optimizer, lambda _: outcomes.pop(key, None)), outcome)
-        self._last_outcome = outcome
-
-    def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
-        """What became of the last step, of `optimizer` or of any."""
-        outcome = self._last_outcome
-        if optimizer is not None:
-            outcome = self._outcomes.get(id(optimizer), (None, None))[1]
-        if outcome is None:
-            raise CallOrderError(
-                "outcome() was called before step(). Call scaler.step(optimizer) first."
-            )
-        return outcome
+    def _begin(self) -> None:
+        super()._begin()
+        self._events = Events(*self._stuck)
+        self._followers = Followers()
+        self._names = Names()
 
     # Moving the scale.
 
@@ -218,8 +119,12 @@ class GradScaler(Scaling):
         steps are cleared.
         """
         if not self._enabled:
+            if self._iteration:
+                self._announce(Record(torch.zeros((), dtype=torch.int32), [], self._iteration))
+                self._iteration = []
             return
         self._live("update()")
+        moves: list[Move] = []
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
@@ -227,12 +132,66 @@ class GradScaler(Scaling):
             if found:
                 finite = ~torch.stack([self._found(flags) for flags in found]).any()
                 fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()
-                self._move(finite, fits, self._pending())
+                moves = list(self._move(finite, fits, self._pending()))
+        self._iterations += 1
+        steps, last = self._counters[STEPS], self._pending()
+        blank = None if last is None else last.blank
+        steps += 1 if blank is None else ~blank
+        record = None if capturing() else Record(steps, moves, self._iteration)
         self._reset()
         for window in {self._window, self._made}:
             if window is not None:
                 window.close([ref() for ref in self._seen.values()])
         self._clear_skipped(wait=False)
+        if record is not None:
+            self._announce(record)
+
+    def _announce(self, record: Record) -> None:
+        """Tells whoever listens or follows; the last thing to do, because they may raise."""
+        self._events.take(record)
+        self._followers.take(record)
+        self._events.deliver()
+
+    # Telling.
+
+    def on(self, event: str, callback: Callable[[Event], object]) -> None:
+        """Calls `callback(event)` for every `event`: a name, a step, a scale and an outcome.
+
+        "skip": a step was not applied; "recover": the first that is applied again; "stuck": too
+        many skips in a row; "grow", "backoff": the scale moved; "floor": it reached its floor.
+        Events come in order and without waiting for the device, so late by as much as it is behind;
+        call `flush()` at the end of a run.
+        """
+        self._events.on(event, callback)
+
+    def follow(self, *things: Any, optimizer: Optimizer | None = None, wait: bool = False) -> None:
+        """Steps schedulers, averages, counters or calls any function after applied steps alone.
+
+        Nothing waits for the device: they are called just before the next step moves the
+        parameters, which is in time for the next learning rate and for an average. Call `flush()`
+        before you look at them, at the end of a run or for a checkpoint.
+
+        Args:
+            things: Functions without arguments, and objects with a `step()`.
+            optimizer: Whose steps to follow; without it that of a scheduler, and else any.
+            wait: Call them in `update()` instead, which then **waits for the device**.
+        """
+        for thing in things:
+            self._followers.add(thing, optimizer, wait)
+
+    def flush(self) -> None:
+        """Tells and calls everything that is still due; **waits for the device**."""
+        self._followers.catch_up()
+        self._events.deliver(wait=True)
+
+    @property
+    def history(self) -> list[tuple[int, float, str]]:
+        """The last thousand events as (step, scale, event), oldest first."""
+        return list(self._events.history)
+
+    def name(self, model: torch.nn.Module) -> None:
+        """Takes over the names of the parameters of `model`, for `culprits()`."""
+        self._names.take(model)
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:
         """What was found for every optimizer that was checked and had gradients."""
@@ -247,32 +206,10 @@ class GradScaler(Scaling):
 
     def __getstate__(self) -> dict[str, Any]:
         pickled = super().__getstate__()
-        for name in NOT_SAVED:
+        for name in (*NOT_SAVED, "_events", "_followers", "_names"):
             pickled.pop(name)
         return pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
-
-
-def _take_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """The closure among the arguments of `step`, if there is one, and the other arguments."""
-    if callable(kwargs.get("closure")):
-        return kwargs["closure"], args, {k: v for k, v in kwargs.items() if k != "closure"}
-    if args and callable(args[0]):
-        return args[0], args[1:], kwargs
-    return None, args, kwargs
-
-
-def _warn_no_gradients(optimizer: Optimizer) -> None:
-    """Warns the caller of `step()`, with what may be the cause."""
-    total = sum(len(group["params"]) for group in optimizer.param_groups)
-    warnings.warn(
-        f"step() did nothing: 0 of the {total} parameters of this {type(optimizer).__name__} "
-        "have a gradient. If that is not meant, is the loss detached, are all parameters "
-        "frozen, or was the optimizer built before the model was moved or rebuilt?",
-        stacklevel=3,
-    )

@@ -1,55 +1,48 @@
-"""The part of the scaler that multiplies and divides: windows, unscaling, clipping.
+"""The part of the scaler that multiplies: windows, scaled losses, backward passes.
 
 Each optimizer goes through READY, UNSCALED and STEPPED until `update()`, as in torch, and every
-gradient belongs to a window that knows its scale. What is found stays on the device.
+gradient belongs to a window that knows its scale.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from gradscale.errors import CallOrderError, SettingError
 from gradscale.policy import Dynamic
 from gradscale.torch.keeper import ScaleKeeper
-from gradscale.torch.outcome import StepOutcome
-from gradscale.torch.unscale import (
-    Reading,
-    clear,
-    move,
-    multiply,
-    params_with_grad,
-    read,
-    read_norm,
-    readable,
-    unscale,
-    values_of,
-)
+from gradscale.torch.losses import backward_alone
+from gradscale.torch.outcome import Measured, StepOutcome
+from gradscale.torch.unscale import clear, move, params_with_grad, readable, values_of
 from gradscale.torch.window import Fate, Window
 
 # What belongs to the iterations, and not to the scaler that is saved.
 NOT_SAVED = (
     "_per_optimizer_states",
     "_fits",
+    "_measured",
     "_held",
     "_unscaled_in",
     "_window",
     "_made",
     "_scaled_losses",
+    "_iterations",
     "_seen",
     "_skips",
     "_outcomes",
     "_last_outcome",
+    "_iteration",
+    "_rows",
     "_last_scaled",
 )
 # A float16 loss seeds its backward pass in float16, where 2**16 is infinite.
@@ -69,11 +62,15 @@ class Scaling(ScaleKeeper):
         self._made: Window | None = None
         """Where the last backward pass came from."""
         self._scaled_losses = 0
+        self._iterations = 0
+        """How often `update()` was called since the scaler was made or loaded."""
         # By id, because an optimizer, or a wrapper of one, need not be hashable.
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._skips: list[tuple[weakref.ref[Optimizer], Window, Tensor]] = []
-        self._outcomes: dict[int, tuple[weakref.ref[Optimizer], StepOutcome]] = {}
+        self._outcomes: MutableMapping[Optimizer, StepOutcome] = WeakIdKeyDictionary()
         self._last_outcome: StepOutcome | None = None
+        self._rows: MutableMapping[Optimizer, Tensor] = WeakIdKeyDictionary()
+        """How many steps of an optimizer in a row were skipped."""
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
 
     def _reset(self) -> None:
@@ -82,6 +79,8 @@ class Scaling(ScaleKeeper):
             _refresh_per_optimizer_state
         )
         self._fits: dict[int, Tensor] = {}
+        self._measured: dict[int, Measured] = defaultdict(Measured)
+        self._iteration: list[tuple[int, StepOutcome]] = []
         # torch's names key by id(optimizer); holding the optimizer keeps its id from being reused.
         self._held: dict[int, Optimizer] = {}
         self._unscaled_in: dict[int, Window] = {}
@@ -121,10 +120,34 @@ class Scaling(ScaleKeeper):
         """The window whose gradients are there: of the last backward pass, if one was seen."""
         return self._window if self._made is None else self._made
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Scales `loss`, a tensor or several, and runs its backward pass."""
-        scaled = self.scale(loss)
-        torch.autograd.backward(scaled if isinstance(scaled, Tensor) else list(scaled), **kwargs)
+    def backward(self, loss: Any, *, loss_id: int | str = 0, **kwargs: Any) -> None:
+        """Scales `loss`, a tensor or several, and runs its backward pass.
+
+        Call it as often as you like before a step: gradients add up.
+
+        Args:
+            loss: What to differentiate.
+            loss_id: Gives the loss a scale of its own, which its own overflows lower and nobody
+                else's. Its gradients are checked on their own and brought to the common scale
+                before they are added, which takes one more copy of them for the while.
+            kwargs: For `torch.autograd.backward`.
+        """
+        losses = [loss] if isinstance(loss, Tensor) else list(loss)
+        if loss_id == 0 or not self._enabled:
+            torch.autograd.backward([self.scale(one) for one in losses], **kwargs)
+            return
+        window = self._open(losses[0])
+        self._scaled_losses += 1
+        own = window.losses.get(loss_id)
+        if own is None:
+            half = any(one.dtype is torch.float16 for one in losses)
+            scale = self._loss_state(loss_id).scale.clone()
+            own = window.add_loss(loss_id, scale.clamp_(max=_HALF_LOSS_SCALE) if half else scale)
+        backward_alone([_times(one, own.scale) for one in losses], window, own, kwargs)
+        if _losses_tell():
+            for one in losses:
+                own.note_loss(one)
+        self._made = window
 
     def grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled.
@@ -147,7 +170,7 @@ class Scaling(ScaleKeeper):
             self._lazy_init_scale_growth_tracker(output.device)
         window = self._window
         half = output.dtype is torch.float16
-        if window is None or window.closed or window.captured != _capturing():
+        if window is None or window.closed or window.captured != capturing():
             window = self._renew(half or (window is not None and window.half))
         window.half |= half
         if half and not self._warned_half:
@@ -172,7 +195,7 @@ class Scaling(ScaleKeeper):
                     # Else it would grow on and on, and take as long to come back.
                     state.scale.clamp_(max=max(_HALF_LOSS_SCALE, self._policy.min_scale))
             before = {} if last is None else last.leftovers()
-            self._window = Window(scale, before, _capturing())
+            self._window = Window(scale, before, capturing())
         return self._window
 
     def _clear_skipped(self, wait: bool) -> None:
@@ -196,184 +219,6 @@ class Scaling(ScaleKeeper):
             window.mark(params, fate=Fate.CLEARED)
         self._skips = later
 
-    # Unscaling.
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of `optimizer` by their scale, in place, for clipping or reading.
-
-        float16 gradients stay float16, so small values can vanish by that, as they can in `step()`
-        of an optimizer that does not unscale by itself.
-        """
-        if not self._enabled:
-            return
-        window = self._use(optimizer, "unscale_", (OptState.READY,))
-        self._unscale(optimizer, window)
-
-    def _use(self, optimizer: Optimizer, call: str, stages: Sequence[OptState]) -> Window:
-        """The window whose gradients `optimizer` may use now; a CallOrderError if there is none."""
-        self._live(f"{call}()")
-        stage = self._stage(optimizer)
-        if stage is OptState.STEPPED:
-            raise CallOrderError(
-                f"{call}() was called after step() for the same optimizer. Call update() once per "
-                "iteration, after the last step()."
-            )
-        if stage not in stages:
-            raise CallOrderError(
-                f"{call}() was called twice for the same optimizer: the gradients are unscaled "
-                "already. Call step() and update() before the next one."
-            )
-        window = self._pending()
-        if _capturing() and (window is None or not window.captured):
-            window = self._made = self._renew()
-        elif window is None or (
-            stage is OptState.READY
-            and not window.captured
-            and (window.closed or window.used_by(optimizer))
-        ):
-            params = params_with_grad(optimizer)
-            had = window is not None and window.used_by(optimizer)
-            nothing_new = window is not None and len(window.had(params)) == len(params)
-            if nothing_new and (params or had):
-                raise CallOrderError(
-                    f"{call}() was called, but there are no new gradients since the last step. "
-                    "Call scaler.scale(loss).backward() first."
-                )
-            if window is None or (had and not window.begun_since(optimizer)):
-                window = self._made = self._renew()  # scaled by hand, with get_scale()
-        key, seen = id(optimizer), self._seen
-        seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
-        self._held[key] = optimizer
-        return window
-
-    def _stage(self, optimizer: Optimizer) -> OptState:
-        """Where `optimizer` stands in this iteration."""
-        states = self._per_optimizer_states  # a defaultdict: only looking must not make an entry
-        return states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
-
-    def _unscale(self, optimizer: Optimizer, window: Window) -> None:
-        """Unscales in place and records what was found."""
-        params = params_with_grad(optimizer)
-        fresh, other = window.split(params)
-        self._record(optimizer, unscale(values_of(fresh), window.inv_scale), OptState.UNSCALED)
-        if other:
-            one = torch.ones_like(window.scale)
-            for param, mark in other:
-                left = one if mark.left is None else mark.left
-                self._record(optimizer, unscale(values_of([param]), left), OptState.UNSCALED)
-        self._mark_unscaled(optimizer, window, params)
-
-    def _record(self, optimizer: Optimizer, reading: Reading, stage: OptState) -> None:
-        """Adds `reading` to what is known of the gradients of `optimizer` in this iteration."""
-        state = self._per_optimizer_states[id(optimizer)]
-        found = state["found_inf_per_device"]
-        for device, flag in reading.found_inf.items():
-            found[device] = torch.maximum(found[device], flag) if device in found else flag
-        fits = self._fits.get(id(optimizer))
-        self._fits[id(optimizer)] = reading.fits if fits is None else fits & reading.fits
-        state["stage"] = stage
-
-    def _recheck(self, optimizer: Optimizer, window: Window) -> None:
-        """Reads unscaled gradients again if they may have been edited since.
-
-        Gradients that a backward pass has made since, in place of the unscaled ones, are scaled.
-        """
-        params = params_with_grad(optimizer)
-        then = self._unscaled_in.get(id(optimizer), window)
-        if then is window and not window.edited(params):
-            return
-        if then is not window or window.begun_since(optimizer):
-            made = unscale(values_of(then.fresh(params)), window.inv_scale)
-            self._record(optimizer, made, OptState.UNSCALED)
-        if not self._found_inf_per_device(optimizer):
-            raise CallOrderError(
-                "The gradients of this optimizer appeared after its unscale_(), which found none. "
-                "Call unscale_() after the backward pass, or leave it to step()."
-            )
-        self._record_edit(optimizer, read(values_of(params), torch.ones_like(window.scale)))
-        self._mark_unscaled(optimizer, window, params)
-
-    def _mark_unscaled(self, optimizer: Optimizer, window: Window, params: list[Tensor]) -> None:
-        """Remembers that `optimizer` has the gradients of `window` now, unscaled."""
-        self._unscaled_in[id(optimizer)] = window
-        window.use(optimizer)
-        window.mark(params)
-
-    def _record_edit(self, optimizer: Optimizer, reading: Reading) -> None:
-        """Adds a `reading` of unscaled gradients: what is not finite only now does not fit."""
-        before = self._found(self._found_inf_per_device(optimizer))
-        spoilt = self._found(reading.found_inf) & ~before
-        self._record(optimizer, Reading({}, reading.fits & ~spoilt), OptState.UNSCALED)
-
-    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """The 2-norm of the unscaled gradients, after unscaling and clipping them in place.
-
-        Does what `unscale_` and `torch.nn.utils.clip_grad_norm_` do together, in fewer passes over
-        memory, and `step()` then does not read the gradients again. The norm is NaN if the step is
-        going to be skipped.
-        """
-        if not max_norm > 0:
-            raise SettingError(f"max_norm must be > 0, got {max_norm}.")
-        params = params_with_grad(optimizer)
-        if not self._enabled:
-            return torch.nn.utils.clip_grad_norm_(params, max_norm)
-        window = self._use(optimizer, "clip_grad_norm_", (OptState.READY, OptState.UNSCALED))
-        stage = self._stage(optimizer)
-        if stage is OptState.UNSCALED:
-            self._recheck(optimizer, window)
-        elif window.split(params)[1]:
-            self._unscale(optimizer, window)
-            stage = OptState.UNSCALED
-        inv_scale = window.inv_scale if stage is OptState.READY else torch.ones_like(window.scale)
-        values = values_of(params)
-        reading, norm = read_norm(values, inv_scale)
-        if stage is OptState.READY:
-            self._record(optimizer, reading, OptState.UNSCALED)
-        else:
-            self._record_edit(optimizer, reading)
-        skipped = self._skipped(optimizer)
-        # In two steps, because the scaled norm may overflow where the unscaled one does not.
-        half = norm.shift.sqrt()
-        total = norm.root / half * inv_scale / half
-        clipping = torch.where(
-            torch.isfinite(total),
-            inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0),
-            torch.minimum(inv_scale, max_norm * (norm.shift / norm.root)),
-        )
-        multiply(values, torch.where(skipped, inv_scale, clipping))
-        self._mark_unscaled(optimizer, window, params)
-        return torch.where(skipped, math.nan, total)
-
-    def _skipped(self, optimizer: Optimizer) -> Tensor:
-        """bool, on the device of the scale: the step of `optimizer` must not take place."""
-        return self._found(self._found_inf_per_device(optimizer)) | ~self._fits[id(optimizer)]
-
-    def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:
-        """bool, on the device of the scale: something is not finite on some device."""
-        scale = self._live("step()").scale
-        found = torch.zeros_like(scale, dtype=torch.bool)
-        for flag in found_inf.values():
-            found = found | (move(flag, scale.device) > 0)
-        return found
-
-    # torch's private names.
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
-    ) -> dict[torch.device, Tensor]:
-        """Unscales the gradients of `optimizer` by `inv_scale`; torch's helper."""
-        return unscale(values_of(params_with_grad(optimizer)), inv_scale.reshape(())).found_inf
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        """float32 flags of what is not finite, per device, without unscaling."""
-        window = self._use(optimizer, "_check_inf_per_device", (OptState.READY, OptState.UNSCALED))
-        reading = read(values_of(params_with_grad(optimizer)), window.inv_scale)
-        self._record(optimizer, reading, self._stage(optimizer))
-        return self._found_inf_per_device(optimizer)
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-
 
 def _no_tensor() -> None:
     """What a dead reference would say."""
@@ -393,7 +238,7 @@ def _inside_functorch(value: Tensor) -> bool:
     )
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
     """Whether a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 

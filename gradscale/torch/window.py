@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradscale.errors import CallOrderError
+from gradscale.torch.losses import OwnLoss
 from gradscale.torch.unscale import move, params_with_grad
 
 
@@ -93,6 +94,11 @@ class Window:
         """bool: every gradient that `grad()` handed out was finite; None if there were none."""
         self.finite: Tensor | None = None
         """bool: what an `update()` has reported of this window; None before the first."""
+        self.blank: Tensor | None = None
+        """bool: no loss was scaled, and every gradient was 0: nobody's backward pass, but somebody
+        who makes an optimizer allocate its state. None where losses were scaled."""
+        self.losses: dict[int | str, OwnLoss] = {}
+        """The losses that have a scale of their own."""
         self._users: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
         self._marks: Marks = {}
         self._waiting = {
@@ -104,6 +110,7 @@ class Window:
     def begin(self) -> None:
         """Notes that a backward pass of this window has begun; called from inside it."""
         self.begun += 1
+        self.blank = None
         # Whoever wrote to a waiting gradient before the pass, say to clear it, made it his own.
         self._waiting = {key: mark for key, mark in self._waiting.items() if mark.untouched()}
         if self._waiting:
@@ -122,6 +129,18 @@ class Window:
                     conflict = conflict & mark.nonzero
                 mark.conflict = conflict if mark.conflict is None else conflict | mark.conflict
                 mark.renew(mark.fate, self.begun, self.inv_scale)
+
+    def add_loss(self, loss_id: int | str, scale: Tensor) -> OwnLoss:
+        """Takes in a loss with a `scale` of its own, which stays as it is in this window."""
+        self.losses[loss_id] = OwnLoss(scale)
+        return self.losses[loss_id]
+
+    def take_losses(self) -> list[tuple[int | str, OwnLoss]]:
+        """The losses with a scale of their own that have not been judged yet."""
+        new = [(key, own) for key, own in self.losses.items() if not own.judged]
+        for _, own in new:
+            own.judged = True
+        return new
 
     def note_loss(self, loss: Tensor) -> None:
         """Remembers whether `loss` was finite."""

@@ -28,6 +28,8 @@ class Run:
     """Gradient descent with rate 1 on y = weight * x, where the gradient is x; and its scaler."""
 
     def __init__(self, kind: Kind, weight: float = 1.0, fused: bool = False, **settings: Any):
+        if issubclass(kind, GradScaler):
+            settings.setdefault("on_stuck", "ignore")  # many runs here are stuck on purpose
         self.scaler: Any = kind("cpu", **settings)
         self.model = line(weight)
         self.optimizer: Optimizer = SGD(self.model.parameters(), lr=1.0, fused=fused)

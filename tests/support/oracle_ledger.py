@@ -118,6 +118,8 @@ class Window:
     half: bool = False
     closed: bool = False
     loss_finite: bool = True
+    blank: bool = False
+    """Whether no loss was scaled, and the gradients that were used are all 0."""
     reported: bool | None = None
     """Whether all gradients that an update() was told of were finite; None before the first."""
 
@@ -194,6 +196,7 @@ class Ledger(World):
         if window is not None:
             self.made = window
             window.begun += 1
+            window.blank = False
             waiting = window.waiting.items()
             window.waiting = {k: tag for k, tag in waiting if self.untouched(k, tag)}
         for k in set(numbers):

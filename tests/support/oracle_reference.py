@@ -230,6 +230,7 @@ class Reference(Ledger):
             if had and window.users[i] == window.begun:
                 self.clear()
                 self.made = self.opening()
+                self.made.blank = all(map(self.is_zero, self.with_grad(i)))
         self.seen.add(i)
         return True
 
@@ -421,6 +422,7 @@ class Reference(Ledger):
         else:
             stays = not window.loss_finite
         window.reported = finite and window.reported is not False
+        stays |= window.blank and self.count("dummy-step")
         if stays:
             scaler._scale.fill_(before[0])
             scaler._growth_tracker.fill_(before[1])

@@ -242,6 +242,18 @@ def test_no_gradients() -> None:
     assert scalers[1].get_scale() == 8.0
 
 
+@pytest.mark.parametrize(("kind", "scale"), [(TORCH, 32.0), (OURS, 16.0)])
+def test_dummy_step(kind: Kind, scale: float) -> None:
+    scaler, w = kind("cpu", init_scale=8.0, growth_interval=1), parameter()
+    optimizer = SGD([w], lr=1.0)
+    backward(scaler, w)
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+    assert scaler.get_scale() == scale
+
+
 @pytest.mark.parametrize(("kind", "value"), [(TORCH, -3.0), (OURS, 0.0)])
 def test_stale_scale_after_an_early_update(kind: Kind, value: float) -> None:
     scaler, w = kind("cpu", init_scale=8.0), parameter()

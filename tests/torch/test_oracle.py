@@ -172,6 +172,10 @@ EXAMPLES: dict[str, tuple[Setup, list[Action]]] = {
     ),
     "shared-parameter": (start(optimizers=("sgd", "adamw"), shared=True), [GOOD_STEP, GOOD_STEP]),
     "no-gradients": (start(), [("scale", ((0, A),), "one"), ("step", 0), ("update",), GOOD_STEP]),
+    "dummy-step": (
+        start(interval=1),
+        [("iteration", (A,), "step", "zeros"), ("step", 0), ("update",), GOOD_STEP],
+    ),
     "stale-scale": (
         start(optimizers=("sgd", "adamw")),
         [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,7 +16,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def facts(outcome: StepOutcome) -> dict[str, Any]:
-    return {name: value.item() for name, value in outcome._asdict().items()}
+    values = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
+    found = {name: value.item() for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: "NaN" if value != value else value for name, value in found.items()}
 
 
 def step(scaler: GradScaler, spoil: str, fused: bool, device: str) -> Tensor:

@@ -1,0 +1,195 @@
+"""The second call of a two-call step: `apply()`, which does everything after `backward()`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from gradscale.errors import SettingError
+from gradscale.torch.contract import is_capable, step_on_device
+from gradscale.torch.outcome import StepOutcome
+from gradscale.torch.stepping import Stepping
+from gradscale.torch.unscale import (
+    clamp,
+    clipping,
+    multiply,
+    params_with_grad,
+    read_all,
+    read_norm,
+    values_of,
+)
+from gradscale.torch.window import Window
+
+
+class Applying(Stepping):
+    """Unscale, check, clip, step or skip, update, clear: in one call."""
+
+    def apply(
+        self,
+        optimizers: Optimizer | Iterable[Optimizer],
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        closure: Callable[[], Any] | None = None,
+        zero_grad: bool = True,
+    ) -> StepOutcome:
+        """What became of the step, after unscaling, clipping, stepping or skipping, and updating.
+
+            scaler.backward(loss)
+            outcome = scaler.apply(optimizer, clip_norm=1.0)
+
+        **Waits for the device** only if an optimizer cannot skip by itself, or for a closure.
+
+        Args:
+            optimizers: One or several. Several are one step: one norm, one decision.
+            clip_norm: The largest 2-norm that all gradients together may have.
+            clip_value: The largest magnitude that an element may have; taken before `clip_norm`.
+            closure: For LBFGS and the like, with one optimizer: computes the loss, calls
+                `scaler.backward(loss)` and returns the loss.
+            zero_grad: Whether to clear the gradients afterwards, applied or not.
+        """
+        several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        if not several:
+            raise SettingError("apply() needs at least one optimizer, got none.")
+        for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if limit is not None and not limit > 0:
+                raise SettingError(f"{name} must be > 0, got {limit}.")
+        if closure is not None and len(several) > 1:
+            raise SettingError(f"A closure goes with one optimizer, got {len(several)}.")
+        self._followers.catch_up()
+        clip = partial(_clip, several, clip_norm, clip_value)
+        if not self._enabled:
+            if closure is None:
+                clip()
+            for optimizer in several:
+                optimizer.step(*([] if closure is None else [_then(closure, clip)]))
+            self._tell_of_plain_step(several)
+        elif closure is not None:
+            edit = None if clip_norm is None and clip_value is None else clip
+            self._step_with_closure(several[0], closure, (), {}, edit)
+        else:
+            self._step_together(several, clip_norm, clip_value, keep=not zero_grad)
+        if zero_grad:
+            for optimizer in several:
+                optimizer.zero_grad()
+        outcome = self.outcome()
+        self.update()
+        return outcome
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale and ends the iteration."""
+        raise NotImplementedError
+
+    def _step_together(
+        self,
+        optimizers: Sequence[Optimizer],
+        clip_norm: float | None,
+        clip_value: float | None,
+        keep: bool,
+    ) -> None:
+        """Steps all of `optimizers` or none; `keep` if the gradients will be looked at again."""
+        for optimizer in optimizers:
+            window = self._use(optimizer, "apply", (OptState.READY, OptState.UNSCALED))
+        lists = [params_with_grad(optimizer) for optimizer in optimizers]
+        params = list({id(p): p for each in lists for p in each}.values())
+        if not params:
+            self._step_nothing(optimizers, window)
+            return
+        # Scaled gradients need not be unscaled first: the factor goes into the step, or into one
+        # pass together with clipping.
+        scaled = clip_value is None and all(
+            self._stage(optimizer) is OptState.READY and not window.split(each)[1]
+            for optimizer, each in zip(optimizers, lists, strict=True)
+        )
+        if scaled:
+            values = values_of(params)
+            self._measure_underflow(optimizers, values, window)
+        else:
+            self._unscale_all(optimizers, window)
+            values = values_of(params)
+        inv_scale = window.inv_scale if scaled else torch.ones_like(window.scale)
+        reading, norm = read_all(values, inv_scale)
+        for optimizer in optimizers:
+            if scaled:
+                self._record(optimizer, reading, OptState.READY)
+            else:
+                self._record_edit(optimizer, reading)
+        skipped = torch.stack([self._skipped(optimizer) for optimizer in optimizers]).any()
+        total, factor = clipping(norm, inv_scale, math.inf if clip_norm is None else clip_norm)
+        self._note(optimizers, torch.where(skipped, math.nan, total), reading.amax, scaled, window)
+        if clip_value is not None:
+            clamp(values, clip_value)
+            if clip_norm is not None:
+                factor = clipping(read_norm(values, inv_scale)[1], inv_scale, clip_norm)[1]
+        capable = all(map(is_capable, optimizers))
+        unshared = len(params) == sum(map(len, lists))
+        scale = None
+        if scaled and capable and unshared:
+            # The quotient of a window without clipping is exact; with it, rounded like any other.
+            scale = window.scale if clip_norm is None else factor.reciprocal()
+        elif scaled or clip_norm is not None:
+            multiply(values, torch.where(skipped, inv_scale, factor))
+        if capable or not skipped:
+            for optimizer in optimizers:
+                if is_capable(optimizer):
+                    step_on_device(optimizer, scale, skipped, (), {})
+                else:
+                    optimizer.step()
+        for optimizer, each in zip(optimizers, lists, strict=True) if keep else ():
+            if scale is None:
+                self._mark_unscaled(optimizer, window, each)
+            else:
+                self._mark_stepped(optimizer, window, skipped)
+        self._finish(optimizers, window, skipped)
+
+    def _unscale_all(self, optimizers: Sequence[Optimizer], window: Window) -> None:
+        """Leaves unscaled gradients, whatever they were before."""
+        for optimizer in optimizers:
+            if self._stage(optimizer) is OptState.UNSCALED:
+                self._recheck(optimizer, window)
+            else:
+                self._unscale(optimizer, window)
+
+    def _note(
+        self,
+        optimizers: Sequence[Optimizer],
+        total: Tensor,
+        amax: Tensor | None,
+        scaled: bool,
+        window: Window,
+    ) -> None:
+        """Keeps what was measured of all gradients together."""
+        for optimizer in optimizers:
+            measured = self._measured[id(optimizer)]
+            measured.grad_norm = total
+            if amax is not None:
+                measured.amax = amax if scaled else amax * window.scale
+
+
+def _clip(
+    optimizers: Sequence[Optimizer], clip_norm: float | None, clip_value: float | None
+) -> None:
+    """Clips unscaled gradients in place, by value and then by norm."""
+    params = [p for optimizer in optimizers for p in params_with_grad(optimizer)]
+    if clip_value is not None:
+        torch.nn.utils.clip_grad_value_(params, clip_value)
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(params, clip_norm)
+
+
+def _then(closure: Callable[[], Any], clip: Callable[[], None]) -> Callable[[], Any]:
+    """`closure`, with the gradients clipped after it."""
+
+    def both() -> Any:
+        loss = closure()
+        clip()
+        return loss
+
+    return both

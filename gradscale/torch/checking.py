@@ -1,0 +1,242 @@
+"""The part of the scaler that looks at gradients: unscaling, rechecking, clipping.
+
+What is found stays on the device, in torch's `found_inf_per_device` and beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.formats import Format
+from gradscale.torch.scaling import Scaling, capturing
+from gradscale.torch.unscale import (
+    Reading,
+    Values,
+    clipping,
+    move,
+    multiply,
+    params_with_grad,
+    read,
+    read_norm,
+    underflow,
+    unscale,
+    values_of,
+)
+from gradscale.torch.window import Window
+
+
+class Checking(Scaling):
+    """Gradients divided by their scale, and what they were like."""
+
+    _format: Format
+    _underflow_every: int
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of `optimizer` by their scale, in place, for clipping or reading.
+
+        float16 gradients stay float16, so small values can vanish by that, as they can in `step()`
+        of an optimizer that does not unscale by itself.
+        """
+        if not self._enabled:
+            return
+        window = self._use(optimizer, "unscale_", (OptState.READY,))
+        self._unscale(optimizer, window)
+
+    def _use(self, optimizer: Optimizer, call: str, stages: Sequence[OptState]) -> Window:
+        """The window whose gradients `optimizer` may use now; a CallOrderError if there is none."""
+        self._live(f"{call}()")
+        stage = self._stage(optimizer)
+        if stage is OptState.STEPPED:
+            raise CallOrderError(
+                f"{call}() was called after step() for the same optimizer. Call update() once per "
+                "iteration, after the last step()."
+            )
+        if stage not in stages:
+            raise CallOrderError(
+                f"{call}() was called twice for the same optimizer: the gradients are unscaled "
+                "already. Call step() and update() before the next one."
+            )
+        window = self._pending()
+        if capturing() and (window is None or not window.captured):
+            window = self._made = self._renew()
+        elif window is None or (
+            stage is OptState.READY
+            and not window.captured
+            and (window.closed or window.used_by(optimizer))
+        ):
+            params = params_with_grad(optimizer)
+            had = window is not None and window.used_by(optimizer)
+            nothing_new = window is not None and len(window.had(params)) == len(params)
+            if nothing_new and (params or had):
+                raise CallOrderError(
+                    f"{call}() was called, but there are no new gradients since the last step. "
+                    "Call scaler.scale(loss).backward() first."
+                )
+            if window is None or (had and not window.begun_since(optimizer)):
+                window = self._made = self._renew()  # scaled by hand, with get_scale(), or zeros
+                amax = read(values_of(params), window.inv_scale).amax
+                window.blank = None if amax is None else amax == 0
+        key, seen = id(optimizer), self._seen
+        seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
+        self._held[key] = optimizer
+        return window
+
+    def _stage(self, optimizer: Optimizer) -> OptState:
+        """Where `optimizer` stands in this iteration."""
+        states = self._per_optimizer_states  # a defaultdict: only looking must not make an entry
+        return states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
+
+    def _unscale(self, optimizer: Optimizer, window: Window) -> None:
+        """Unscales in place and records what was found."""
+        params = params_with_grad(optimizer)
+        fresh, other = window.split(params)
+        values = values_of(fresh)
+        self._measure_underflow([optimizer], values, window)
+        self._record(optimizer, unscale(values, window.inv_scale), OptState.UNSCALED)
+        if other:
+            one = torch.ones_like(window.scale)
+            for param, mark in other:
+                left = one if mark.left is None else mark.left
+                self._record(optimizer, unscale(values_of([param]), left), OptState.UNSCALED)
+        self._mark_unscaled(optimizer, window, params)
+
+    def _record(self, optimizer: Optimizer, reading: Reading, stage: OptState) -> None:
+        """Adds `reading` to what is known of the gradients of `optimizer` in this iteration."""
+        state = self._per_optimizer_states[id(optimizer)]
+        found = state["found_inf_per_device"]
+        for device, flag in reading.found_inf.items():
+            found[device] = torch.maximum(found[device], flag) if device in found else flag
+        fits = self._fits.get(id(optimizer))
+        self._fits[id(optimizer)] = reading.fits if fits is None else fits & reading.fits
+        measured = self._measured[id(optimizer)]
+        measured.amax = reading.amax
+        measured.peaks |= reading.peaks or {}
+        state["stage"] = stage
+
+    def _measure_underflow(
+        self, optimizers: Iterable[Optimizer], values: Values, window: Window
+    ) -> None:
+        """Measures what scaled `values` underflow, in every so many iterations, if asked for."""
+        if not self._underflow_every or self._iterations % self._underflow_every:
+            return
+        share = underflow(values, self._format.smallest_normal, window.scale)
+        for optimizer in optimizers:
+            self._measured[id(optimizer)].underflow = share
+
+    def _recheck(self, optimizer: Optimizer, window: Window) -> None:
+        """Reads unscaled gradients again if they may have been edited since.
+
+        Gradients that a backward pass has made since, in place of the unscaled ones, are scaled.
+        """
+        params = params_with_grad(optimizer)
+        then = self._unscaled_in.get(id(optimizer), window)
+        if then is window and not window.edited(params):
+            return
+        if then is not window or window.begun_since(optimizer):
+            made = unscale(values_of(then.fresh(params)), window.inv_scale)
+            self._record(optimizer, made, OptState.UNSCALED)
+        if not self._found_inf_per_device(optimizer):
+            raise CallOrderError(
+                "The gradients of this optimizer appeared after its unscale_(), which found none. "
+                "Call unscale_() after the backward pass, or leave it to step()."
+            )
+        self._record_edit(optimizer, read(values_of(params), torch.ones_like(window.scale)))
+        self._mark_unscaled(optimizer, window, params)
+
+    def _mark_unscaled(self, optimizer: Optimizer, window: Window, params: list[Tensor]) -> None:
+        """Remembers that `optimizer` has the gradients of `window` now, unscaled."""
+        self._unscaled_in[id(optimizer)] = window
+        window.use(optimizer)
+        window.mark(params)
+
+    def _record_edit(self, optimizer: Optimizer, reading: Reading) -> None:
+        """Adds a `reading` of unscaled gradients: what is not finite only now does not fit."""
+        before = self._found(self._found_inf_per_device(optimizer))
+        spoilt = self._found(reading.found_inf) & ~before
+        amax = self._measured[id(optimizer)].amax  # of the scaled ones
+        edited = Reading({}, reading.fits & ~spoilt, amax, reading.peaks)
+        self._record(optimizer, edited, OptState.UNSCALED)
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """The 2-norm of the unscaled gradients, after unscaling and clipping them in place.
+
+        Does what `unscale_` and `torch.nn.utils.clip_grad_norm_` do together, in fewer passes over
+        memory, and `step()` then does not read the gradients again. The norm is NaN if the step is
+        going to be skipped.
+        """
+        if not max_norm > 0:
+            raise SettingError(f"max_norm must be > 0, got {max_norm}.")
+        params = params_with_grad(optimizer)
+        if not self._enabled:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        window = self._use(optimizer, "clip_grad_norm_", (OptState.READY, OptState.UNSCALED))
+        stage = self._stage(optimizer)
+        if stage is OptState.UNSCALED:
+            self._recheck(optimizer, window)
+        elif window.split(params)[1]:
+            self._unscale(optimizer, window)
+            stage = OptState.UNSCALED
+        inv_scale = window.inv_scale if stage is OptState.READY else torch.ones_like(window.scale)
+        values = values_of(params)
+        if stage is OptState.READY:
+            self._measure_underflow([optimizer], values, window)
+        reading, norm = read_norm(values, inv_scale)
+        if stage is OptState.READY:
+            self._record(optimizer, reading, OptState.UNSCALED)
+        else:
+            self._record_edit(optimizer, reading)
+        skipped = self._skipped(optimizer)
+        total, factor = clipping(norm, inv_scale, max_norm)
+        multiply(values, torch.where(skipped, inv_scale, factor))
+        self._mark_unscaled(optimizer, window, params)
+        total = torch.where(skipped, math.nan, total)
+        self._measured[id(optimizer)].grad_norm = total
+        return total
+
+    def _skipped(self, optimizer: Optimizer) -> Tensor:
+        """bool, on the device of the scale: the step of `optimizer` must not take place."""
+        return ~(self._finite(optimizer) & self._fits[id(optimizer)])
+
+    def _finite(self, optimizer: Optimizer) -> Tensor:
+        """bool, on the device of the scale: all gradients of `optimizer` were finite."""
+        finite = ~self._found(self._found_inf_per_device(optimizer))
+        window = self._pending()
+        for own in window.losses.values() if window is not None else ():
+            if own.reaches(optimizer):
+                finite = finite & own.finite
+        return finite
+
+    def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:
+        """bool, on the device of the scale: something is not finite on some device."""
+        scale = self._live("step()").scale
+        found = torch.zeros_like(scale, dtype=torch.bool)
+        for flag in found_inf.values():
+            found = found | (move(flag, scale.device) > 0)
+        return found
+
+    # torch's private names.
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        """Unscales the gradients of `optimizer` by `inv_scale`; torch's helper."""
+        return unscale(values_of(params_with_grad(optimizer)), inv_scale.reshape(())).found_inf
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """float32 flags of what is not finite, per device, without unscaling."""
+        window = self._use(optimizer, "_check_inf_per_device", (OptState.READY, OptState.UNSCALED))
+        reading = read(values_of(params_with_grad(optimizer)), window.inv_scale)
+        self._record(optimizer, reading, self._stage(optimizer))
+        return self._found_inf_per_device(optimizer)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -1,0 +1,215 @@
+"""Telling the host what happened on the device, without waiting for it.
+
+Every `update()` writes one small record: how often it was called, the scale before and after, what
+became of each step. The record travels to the host behind the work that made it, and is looked at
+when it has arrived: at a later `update()`, or in `flush()`, which waits. So events come in order
+and late, by as much as the device is behind the host; on the CPU they come at once.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscale.errors import SettingError, StuckError
+from gradscale.torch.outcome import StepOutcome, event_on
+from gradscale.torch.unscale import move, readable
+
+NAMES = ("skip", "grow", "backoff", "floor", "recover", "stuck")
+ON_STUCK = ("warn", "raise", "ignore")
+_HISTORY = 1000
+_PER_STEP = 3  # integers in a record for each step
+
+_DIAGNOSIS = {
+    "no gradients": "no parameter of the optimizer has a gradient",
+    "loss not finite": "the loss itself is not finite, which no scale can mend: look at the "
+    "forward pass, the data and the learning rate",
+    "stuck at the floor": "gradients are not finite even at the smallest scale that min_scale "
+    "allows, so the scale is hardly to blame: look at the parameters named here",
+    "NaN at any scale": "there are NaN gradients but no infinite ones, so they do not come from an "
+    "overflow: look for a 0 / 0, a root or a logarithm of 0 in the backward pass of the parameters "
+    "named here",
+    "scale too low": "gradients are finite, but too large for the format they are stored in once "
+    "unscaled: they have exploded, or were spoilt after unscale_()",
+    "scale too high": "gradients overflow, and the scale is still falling: if it does not find a "
+    "level soon, the gradients have exploded",
+}
+
+
+class Event(NamedTuple):
+    """Something that happened to the scale or to a step."""
+
+    name: str
+    """One of "skip", "grow", "backoff", "floor", "recover" and "stuck"."""
+    step: int
+    """At which `update()`, counted from 1 since the beginning of the training."""
+    scale: float
+    """The scale from here on."""
+    outcome: StepOutcome | None
+    """The step that this is about; of "grow", "backoff" and "floor", the last one."""
+    loss_id: int | str = 0
+    """The loss whose scale moved."""
+
+
+class Move(NamedTuple):
+    """How the scale of one loss moved, on the device."""
+
+    loss_id: int | str
+    before: Tensor
+    after: Tensor
+    floor: float
+
+
+class Record:
+    """What one `update()` told, on its way to the host."""
+
+    def __init__(
+        self,
+        step: Tensor,
+        moves: Sequence[Move],
+        outcomes: Sequence[tuple[int, StepOutcome]],
+    ) -> None:
+        self.moves = moves
+        self.outcomes = outcomes
+        """Every step since the last `update()`, with the id of its optimizer."""
+        device = step.device
+        numbers = [step]
+        for scale_move in moves:
+            for value in (scale_move.before, scale_move.after):
+                # Bits travel unharmed; a float64 that holds both is not there on every device.
+                numbers.append(move(value, device).view(torch.int32))
+        for _, outcome in outcomes:
+            numbers += [outcome.applied, outcome.loss_finite, outcome.skipped_in_a_row]
+        sent = torch.stack([move(number, device).to(torch.int32) for number in numbers])
+        self._numbers = sent
+        self._arrived = event_on(device)
+        if self._arrived is not None:
+            pinned = torch.empty(sent.shape, dtype=torch.int32, pin_memory=True)
+            self._numbers = pinned.copy_(sent, non_blocking=True)
+            self._arrived.record()
+
+    def arrived(self) -> bool:
+        """Whether reading it would wait for nothing."""
+        return readable(self._numbers) and (self._arrived is None or self._arrived.query())
+
+    def read(self) -> Told:
+        """Its contents; waits for the work that made it, and for nothing that was queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        step, *rest = self._numbers.tolist()
+        cut = 2 * len(self.moves)
+        scales = struct.unpack(f"{cut}f", struct.pack(f"{cut}i", *rest[:cut]))
+        steps = [rest[i : i + _PER_STEP] for i in range(cut, len(rest), _PER_STEP)]
+        return Told(
+            step,
+            list(zip(scales[::2], scales[1::2], strict=True)),
+            [(bool(applied), bool(finite), row) for applied, finite, row in steps],
+        )
+
+
+class Told(NamedTuple):
+    """A record that has arrived."""
+
+    step: int
+    scales: list[tuple[float, float]]
+    """Before and after, for every move."""
+    steps: list[tuple[bool, bool, int]]
+    """applied, loss_finite and skipped_in_a_row, for every step."""
+
+
+class Events:
+    """Records on their way, who wants to hear of them, and the last thousand events."""
+
+    def __init__(self, on_stuck: str, stuck_after: int) -> None:
+        if on_stuck not in ON_STUCK:
+            raise SettingError(f"on_stuck must be one of {', '.join(ON_STUCK)}, got {on_stuck!r}.")
+        if isinstance(stuck_after, bool) or not isinstance(stuck_after, int) or stuck_after < 1:
+            raise SettingError(f"stuck_after must be a whole number >= 1, got {stuck_after!r}.")
+        self.on_stuck = on_stuck
+        self.stuck_after = stuck_after
+        self.history: deque[tuple[int, float, str]] = deque(maxlen=_HISTORY)
+        """(step, scale, event), oldest first."""
+        self.listeners: dict[str, list[Callable[[Event], object]]] = defaultdict(list)
+        self._records: deque[Record] = deque(maxlen=_HISTORY)
+        self._due: deque[Event] = deque()
+        self._down: set[int] = set()
+        """The optimizers whose last step was skipped."""
+
+    def on(self, name: str, callback: Callable[[Event], object]) -> None:
+        """Calls `callback` with every event called `name`."""
+        if name not in NAMES:
+            raise SettingError(f"event must be one of {', '.join(NAMES)}, got {name!r}.")
+        self.listeners[name].append(callback)
+
+    def take(self, record: Record) -> None:
+        """Puts `record` behind those that are on their way."""
+        self._records.append(record)
+
+    def deliver(self, wait: bool = False) -> None:
+        """Tells of every record that has arrived, or, with `wait`, of all of them.
+
+        A callback that raises stops this; the events behind it are delivered the next time.
+        """
+        while True:
+            while self._due:
+                self._tell(self._due.popleft())
+            if not self._records or not (wait or self._records[0].arrived()):
+                return
+            record = self._records.popleft()
+            self._due.extend(self._events(record, record.read()))
+
+    def _events(self, record: Record, told: Told) -> list[Event]:
+        """What `record` amounts to, in order."""
+        events = []
+        scale = told.scales[0][1] if told.scales else 1.0
+        for (key, outcome), (applied, _, row) in zip(record.outcomes, told.steps, strict=True):
+            if not applied:
+                events.append(Event("skip", told.step, scale, outcome))
+                self._down.add(key)
+                if row == self.stuck_after:
+                    events.append(Event("stuck", told.step, scale, outcome))
+            elif key in self._down:
+                events.append(Event("recover", told.step, scale, outcome))
+                self._down.discard(key)
+        last = record.outcomes[-1][1] if record.outcomes else None
+        for scale_move, (before, after) in zip(record.moves, told.scales, strict=True):
+            if before != after:
+                name = "grow" if after > before else "backoff"
+                events.append(Event(name, told.step, after, last, scale_move.loss_id))
+            if after <= scale_move.floor < before:
+                events.append(Event("floor", told.step, after, last, scale_move.loss_id))
+        return events
+
+    def _tell(self, event: Event) -> None:
+        """Notes `event` and calls whoever listens."""
+        self.history.append((event.step, event.scale, event.name))
+        for callback in tuple(self.listeners[event.name]):
+            callback(event)
+        if event.name != "stuck" or self.on_stuck == "ignore":
+            return
+        text = diagnosis(event, self.stuck_after)
+        if self.on_stuck == "raise":
+            raise StuckError(text)
+        warnings.warn(text, stacklevel=5)
+
+
+def diagnosis(event: Event, count: int) -> str:
+    """What is wrong when nothing is applied any more, and what to look at."""
+    if event.outcome is None:
+        return f"{count} steps in a row were skipped."
+    verdict = event.outcome.verdict()
+    culprits = event.outcome.culprits()
+    shown = "; ".join(str(culprit.name) for culprit in culprits[:3])
+    more = f" and {len(culprits) - 3} more" if len(culprits) > 3 else ""
+    named = f" Gradients that are not finite: {shown}{more}." if culprits else ""
+    return (
+        f"{count} steps in a row were skipped, the last at scale {float(event.outcome.scale):g} "
+        f"({verdict}): {_DIAGNOSIS[verdict]}.{named} Set on_stuck to 'ignore' to be left alone, to "
+        "'raise' to stop here."
+    )

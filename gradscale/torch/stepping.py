@@ -1,0 +1,259 @@
+"""The part of the scaler that steps an optimizer or skips it, as torch's `step()`, and says so."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError
+from gradscale.torch.checking import Checking
+from gradscale.torch.closure import ClosureStep
+from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
+from gradscale.torch.follow import Followers
+from gradscale.torch.outcome import Culprit, Names, StepOutcome, counted, event_on, told_by
+from gradscale.torch.scaling import capturing
+from gradscale.torch.unscale import params_with_grad, read, readable, values_of
+from gradscale.torch.window import Fate, Window
+
+
+class Stepping(Checking):
+    """Steps that take place or do not, and what became of them."""
+
+    _followers: Followers
+    _names: Names
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps `optimizer` unless a gradient is not finite; what its `step()` returned, or None.
+
+        A closure, by position or as `closure=`, computes the loss, calls `scaler.backward(loss)`
+        and returns the unscaled loss. All its evaluations have one scale, and the step is undone if
+        one of them overflows.
+
+        **Waits for the device** unless the optimizer can skip by itself (`fused=True` in
+        torch.optim).
+        """
+        self._followers.catch_up()
+        if not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            self._tell_of_plain_step([optimizer])
+            return result
+        closure, others, named = _take_closure(args, kwargs)
+        if closure is not None:
+            return self._step_with_closure(optimizer, closure, others, named)
+        window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
+        params = params_with_grad(optimizer)
+        if not params:
+            self._step_nothing([optimizer], window)
+            return None
+        if takes_scaler(optimizer):
+            return self._step_with_scaler(optimizer, window, args, kwargs)
+        capable = is_capable(optimizer)
+        scale = None
+        if self._stage(optimizer) is OptState.UNSCALED:
+            self._recheck(optimizer, window)
+        elif capable and not window.split(params)[1]:
+            values = values_of(params)
+            self._measure_underflow([optimizer], values, window)
+            self._record(optimizer, read(values, window.inv_scale), OptState.READY)
+            scale = window.scale
+        else:
+            self._unscale(optimizer, window)
+        skipped = self._skipped(optimizer)
+        if capable:
+            result = step_on_device(optimizer, scale, skipped, args, kwargs)
+            if scale is not None:
+                self._mark_stepped(optimizer, window, skipped)
+        else:
+            result = None if bool(skipped) else optimizer.step(*args, **kwargs)
+        self._finish([optimizer], window, skipped)
+        return result
+
+    def _mark_stepped(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
+        """Remembers gradients that went through `step_on_device` scaled."""
+        left = torch.where(skipped, window.inv_scale, torch.ones_like(window.scale))
+        fate = Fate.USED if writes_back(optimizer) else Fate.OPAQUE
+        window.mark(params_with_grad(optimizer), left, fate)
+
+    def _step_with_scaler(
+        self, optimizer: Optimizer, window: Window, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Steps an optimizer of the older contract, which asks the scaler for everything itself."""
+        warnings.warn(
+            "torch deprecated optimizers whose step() takes grad_scaler. Read the attributes "
+            "grad_scale and found_inf instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        self._finish([optimizer], window, self._found(self._found_inf_per_device(optimizer)))
+        return result
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        edit: Callable[[], None] | None = None,
+    ) -> Any:
+        """Steps with one scale for every evaluation of `closure`, wholly or not at all.
+
+        `edit` may change the unscaled gradients after every evaluation.
+        """
+        if self._stage(optimizer) is OptState.STEPPED:
+            self._use(optimizer, "step", ())  # says what is wrong
+        window = self._pending()
+        if window is not None and self._stage(optimizer) is OptState.UNSCALED:
+            self._recheck(optimizer, window)
+        elif window is not None and not window.closed and not window.used_by(optimizer):
+            if params_with_grad(optimizer):
+                self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
+        ready = self._stage(optimizer) is OptState.UNSCALED
+        run = ClosureStep(self, optimizer, closure, ready, edit)
+        result = None if ready and bool(self._skipped(optimizer)) else run.step(args, kwargs)
+        if run.reading is not None:
+            self._record(optimizer, run.reading, OptState.UNSCALED)
+        window = self._use(optimizer, "step", (OptState.UNSCALED,))
+        window.mark(params_with_grad(optimizer))
+        self._finish([optimizer], window, self._skipped(optimizer))
+        return result
+
+    def _step_nothing(self, optimizers: Sequence[Optimizer], window: Window) -> None:
+        """Ends the step of `optimizers` that have no gradients, with a warning."""
+        total = sum(len(group["params"]) for o in optimizers for group in o.param_groups)
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        warnings.warn(
+            f"The step did nothing: 0 of the {total} parameters of this {names} have a gradient. "
+            "If that is not meant, is the loss detached, are all parameters frozen, or was the "
+            "optimizer built before the model was moved or rebuilt?",
+            stacklevel=3,
+        )
+        skipped = torch.ones_like(window.scale, dtype=torch.bool)
+        self._finish(optimizers, window, skipped, nothing=True)
+        del self._skips[-len(optimizers) :]  # there is nothing to clear
+
+    # Saying so.
+
+    def _finish(
+        self,
+        optimizers: Sequence[Optimizer],
+        window: Window,
+        skipped: Tensor,
+        nothing: bool = False,
+    ) -> None:
+        """Ends a step that all of `optimizers` took together, and says what became of it."""
+        measured = self._measured[id(optimizers[0])]
+        yes = torch.ones_like(skipped)
+        finite, fits, loss_finite = yes, yes, window.loss_finite
+        for optimizer in optimizers:
+            finite = finite & self._finite(optimizer)
+            fits = fits & self._fits.get(id(optimizer), yes)
+        for own in window.losses.values():
+            loss_finite = own.loss_finite if loss_finite is None else loss_finite & own.loss_finite
+        norm = measured.grad_norm
+        outcome = StepOutcome(
+            applied=~skipped,
+            finite=finite,
+            fits=fits,
+            loss_finite=yes if loss_finite is None else loss_finite,
+            scale=window.scale,
+            grad_norm=norm,
+            amax=measured.amax,
+            underflow=measured.underflow,
+            skipped_in_a_row=self._count_row(optimizers, skipped),
+            _format=self._format,
+            _floor=getattr(self._policy, "min_scale", 0.0),
+            _bad=self._culprits(optimizers, skipped),
+            _nothing=nothing,
+            _done=_mark_in_stream(skipped),
+        )
+        self._tell(optimizers, outcome)
+        for optimizer in optimizers:
+            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+            window.use(optimizer)
+            self._skips.append((weakref.ref(optimizer), window, skipped))
+
+    def _count_row(self, optimizers: Sequence[Optimizer], skipped: Tensor) -> Tensor:
+        """int32: how many steps in a row are skipped by now; the count of the first counts."""
+        rows = []
+        for optimizer in optimizers:
+            if optimizer not in self._rows:
+                self._rows[optimizer] = torch.zeros_like(skipped, dtype=torch.int32)
+            rows.append(self._rows[optimizer])
+        count = torch.where(skipped, rows[0] + 1, 0)
+        for row in rows:
+            row.copy_(count)  # in place, so that a CUDA graph counts on
+        return count
+
+    def _culprits(
+        self, optimizers: Sequence[Optimizer], skipped: Tensor
+    ) -> Callable[[], list[Culprit]]:
+        """What finds the parameters to blame, now where the host knows, else when it is asked."""
+        params = [p for optimizer in optimizers for p in params_with_grad(optimizer)]
+        if readable(skipped):
+            if not skipped:
+                return list
+            names = self._names.of(optimizers)
+            return partial(list, counted(names, {id(p): p for p in params}.values()))
+        refs = [weakref.ref(optimizer) for optimizer in optimizers]
+        peaks = self._measured[id(optimizers[0])].peaks
+        complete = len(params) == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
+
+        def find() -> list[Culprit]:
+            alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
+            owners = [p for o in alive for g in o.param_groups for p in g["params"]]
+            unique = {id(p): p for p in owners} if complete else {}
+            return told_by(peaks, self._names.of(alive), unique.values())
+
+        return find
+
+    def _tell_of_plain_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Says that a disabled scaler has stepped."""
+        yes = torch.ones((), dtype=torch.bool)
+        outcome = StepOutcome(
+            applied=yes, finite=yes, fits=yes, loss_finite=yes, scale=torch.ones(())
+        )
+        self._tell(optimizers, outcome)
+
+    def _tell(self, optimizers: Sequence[Optimizer], outcome: StepOutcome) -> None:
+        """Keeps `outcome` for whoever asks, as long as an optimizer lives."""
+        for optimizer in optimizers:
+            self._outcomes[optimizer] = outcome
+            self._iteration.append((id(optimizer), outcome))
+        self._last_outcome = outcome
+
+    def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
+        """What became of the last step, of `optimizer` or of any."""
+        outcome = self._last_outcome if optimizer is None else self._outcomes.get(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                "outcome() was called before step(). Call scaler.step(optimizer) first."
+            )
+        return outcome
+
+
+def _take_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """The closure among the arguments of `step`, if there is one, and the other arguments."""
+    if callable(kwargs.get("closure")):
+        return kwargs["closure"], args, {k: v for k, v in kwargs.items() if k != "closure"}
+    if args and callable(args[0]):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
+
+
+def _mark_in_stream(value: Tensor) -> torch.Event | None:
+    """An event that is done when `value` is; None where there can be none."""
+    event = None if capturing() else event_on(value.device)
+    if event is not None:
+        event.record()
+    return event
