@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from gradscale import SettingError, Static, StuckError
+from gradscale.torch import Event, GradScaler
+from one_weight import OURS, Run, root
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NAMES = ("skip", "grow", "backoff", "floor", "recover", "stuck")
+
+
+def listen(scaler: GradScaler) -> list[Event]:
+    """Every event from now on."""
+    events: list[Event] = []
+    for name in NAMES:
+        scaler.on(name, events.append)
+    return events
+
+
+def bad(
+    scaler: GradScaler, w: torch.Tensor, optimizer: torch.optim.Optimizer, value: float
+) -> None:
+    scaler.backward(w.sum())
+    w.grad.fill_(value)
+    scaler.apply(optimizer)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_events_come_in_order_with_step_scale_and_outcome(device: str, fused: bool) -> None:
+    scaler = GradScaler(
+        device, init_scale=8.0, min_scale=2.0, growth_interval=2, stuck_after=3, on_stuck="ignore"
+    )
+    events = listen(scaler)
+    w = torch.ones(1, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0, fused=fused)
+    for value in (math.inf, math.nan, math.inf, math.inf, 1.0, 1.0, 1.0):
+        bad(scaler, w, optimizer, value)
+    scaler.flush()
+    told = [(event.step, event.name, event.scale) for event in events]
+    assert told == [
+        (1, "skip", 4.0),
+        (1, "backoff", 4.0),
+        (2, "skip", 2.0),
+        (2, "backoff", 2.0),
+        (2, "floor", 2.0),
+        (3, "skip", 2.0),
+        (3, "stuck", 2.0),
+        (4, "skip", 2.0),
+        (5, "recover", 2.0),
+        (6, "grow", 4.0),
+    ]
+    assert [(step, scale, name) for step, name, scale in told] == scaler.history
+    skips = [event.outcome for event in events if event.name == "skip"]
+    assert [int(outcome.skipped_in_a_row) for outcome in skips] == [1, 2, 3, 4]
+    assert [float(outcome.scale) for outcome in skips] == [8.0, 4.0, 2.0, 2.0]
+    assert float(events[-1].outcome.scale) == 2.0
+
+
+def test_events_of_torchs_loop_are_the_same() -> None:
+    run = Run(OURS, weight=0.0, init_scale=2.0, min_scale=1.0, growth_interval=1)
+    events = listen(run.scaler)
+    run.train(1.0, loss=root)
+    torch.nn.init.ones_(run.model.weight)
+    run.train(1.0)
+    assert [event.name for event in events] == ["skip", "backoff", "floor", "recover", "grow"]
+
+
+def test_each_optimizer_is_stuck_for_itself() -> None:
+    scaler = GradScaler("cpu", policy=Static(init_scale=1.0), stuck_after=3, on_stuck="ignore")
+    params = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=0.0) for w in params]
+    events = listen(scaler)
+    for _ in range(4):
+        scaler.backward(params[0].sum() + params[1].sum())
+        params[0].grad.fill_(math.nan)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    assert [event.name for event in events] == ["skip", "skip", "skip", "stuck", "skip"]
+
+
+def stuck(loss: Any, **settings: Any) -> Run:
+    run = Run(OURS, weight=0.0, **settings)
+    run.scaler.name(run.model)
+    run.train(*[1.0] * 5, loss=loss)
+    return run
+
+
+def nowhere(outputs: torch.Tensor) -> torch.Tensor:
+    """At 0 a finite loss whose gradient is NaN: the root's infinite slope times 0."""
+    return (outputs.sqrt() * 0.0).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "words"),
+    [
+        (lambda y: y.sum() * math.nan, {}, "loss itself is not finite"),
+        (root, {"min_scale": 2.0**16}, "smallest scale"),
+        (nowhere, {}, "no infinite ones"),
+        (root, {}, "still falling"),
+    ],
+)
+def test_a_stuck_run_is_diagnosed_in_words(loss: Any, settings: Any, words: str) -> None:
+    with pytest.raises(StuckError, match="weight") as caught:
+        stuck(loss, on_stuck="raise", stuck_after=3, **settings)
+    assert words in str(caught.value)
+    with pytest.warns(UserWarning, match="3 steps in a row were skipped"):
+        stuck(loss, on_stuck="warn", stuck_after=3, **settings)
+    assert stuck(loss, on_stuck="ignore", stuck_after=3, **settings).scaler.history
+
+
+def test_the_warning_comes_once_for_each_time_it_is_stuck() -> None:
+    run = Run(OURS, weight=0.0, on_stuck="warn", stuck_after=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(*[1.0] * 9, loss=root)
+        torch.nn.init.ones_(run.model.weight)
+        run.train(1.0)
+        torch.nn.init.zeros_(run.model.weight)
+        run.train(*[1.0] * 2, loss=root)
+    assert len(caught) == 2
+    assert "stuck" in [name for _, _, name in run.scaler.history]
+
+
+def test_a_stuck_error_leaves_a_scaler_that_works() -> None:
+    run = Run(OURS, weight=0.0, on_stuck="raise", stuck_after=2, init_scale=4.0)
+    with pytest.raises(StuckError):
+        run.train(*[1.0] * 9, loss=root)
+    assert run.scaler.get_scale() == 1.0
+    torch.nn.init.ones_(run.model.weight)
+    run.train(1.0)
+    assert run.weight == 0.0
+
+
+def test_a_callback_that_raises_loses_no_event() -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+
+    def fail(event: Event) -> None:
+        raise KeyError(event.name)
+
+    scaler.on("skip", fail)
+    events: list[Event] = []
+    scaler.on("backoff", events.append)
+    with pytest.raises(KeyError):
+        bad(scaler, w, optimizer, math.inf)
+    assert events == []
+    scaler.flush()
+    assert [event.name for event in events] == ["backoff"]
+
+
+def test_history_is_bounded() -> None:
+    run = Run(OURS, growth_interval=1, init_scale=1.0, max_scale=2.0)
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    for _ in range(600):
+        run.train(2.0**127, 1.0)  # at 2 an overflow, at 1 none
+    assert len(run.scaler.history) == 1000
+    assert run.scaler.history[-1][0] == 1200
+
+
+def test_bad_settings_are_errors() -> None:
+    with pytest.raises(SettingError, match="on_stuck must be one of warn, raise, ignore"):
+        GradScaler("cpu", on_stuck="panic")
+    for wrong in (0, -1, 2.0, True, "50"):
+        with pytest.raises(SettingError, match="stuck_after"):
+            GradScaler("cpu", stuck_after=wrong)
+    with pytest.raises(SettingError, match="event must be one of skip"):
+        GradScaler("cpu").on("skipped", print)
+
+
+def test_copies_keep_the_settings_and_not_the_listeners() -> None:
+    import copy
+
+    scaler = GradScaler("cpu", on_stuck="raise", stuck_after=1)
+    scaler.on("skip", pytest.fail)
+    twin = copy.deepcopy(scaler)
+    w = torch.ones(1, requires_grad=True)
+    with pytest.raises(StuckError):
+        bad(twin, w, torch.optim.SGD([w], lr=1.0), math.inf)
+    assert [name for _, _, name in twin.history] == ["skip", "stuck"]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim import SGD
+
+from gradscale import CallOrderError, SettingError
+from gradscale.torch import GradScaler
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FINITE = st.sampled_from([0.0, 1.0, -2.0, 2.0**-40, 3.0])
+
+
+def parameter(*values: float, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, device=device, requires_grad=True)
+
+
+@given(slopes=st.lists(st.tuples(st.sampled_from([0, 1, "aux"]), FINITE), min_size=1, max_size=8))
+def test_gradients_of_all_losses_add_up_exactly(slopes: list[tuple[int | str, float]]) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), parameter(0.0)
+    scaler.load_state_dict(
+        scaler.state_dict()
+        | {
+            "gradscale": scaler.state_dict()["gradscale"]
+            | {
+                "losses": [
+                    ["aux", {"scale": 2.0**30, "good_steps": 0, "bad_steps": 0}],
+                    [1, {"scale": 2.0**-3, "good_steps": 0, "bad_steps": 0}],
+                ]
+            }
+        }
+    )
+    total = 0.0
+    for loss_id, slope in slopes:
+        scaler.backward((w * slope).sum(), loss_id=loss_id)
+        total = float(torch.tensor(total * 4.0) + torch.tensor(slope * 4.0)) / 4.0
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert w.item() == -total
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_lowers_the_scale_of_its_own_loss_alone(device: str, fused: bool) -> None:
+    scaler = GradScaler(device, init_scale=8.0, growth_interval=2)
+    w = parameter(0.0, device=device)
+    optimizer = SGD([w], lr=1.0, fused=fused)
+
+    def step(main: float, extra: float) -> bool:
+        scaler.backward((w * main).sum())
+        scaler.backward((w * extra).sum(), loss_id=1)
+        return bool(scaler.apply(optimizer).applied)
+
+    huge = 2.0**126
+    assert step(1.0, 2.0)
+    assert w.item() == -3.0
+    assert not step(1.0, huge)
+    assert [scaler.get_scale(), scaler.get_scale(loss_id=1)] == [16.0, 4.0]
+    assert not step(huge, 1.0)
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [8.0, 4.0]
+    assert not step(huge, huge)
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [4.0, 2.0]
+    assert w.item() == -3.0
+    assert step(1.0, 1.0)
+    assert w.item() == -5.0
+
+
+def test_a_loss_skips_only_the_optimizers_that_it_reaches() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    a, b = parameter(0.0), parameter(0.0)
+    optimizers = [SGD([a], lr=1.0), SGD([b], lr=1.0)]
+    scaler.backward(a.sum())
+    scaler.backward((b * 2.0**126).sum(), loss_id=1)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [a.item(), b.item()] == [-1.0, 0.0]
+    assert [bool(scaler.outcome(o).finite) for o in optimizers] == [True, False]
+
+
+def test_a_loss_that_is_not_finite_leaves_its_scale_alone() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0), parameter(1.0)
+    scaler.backward(w.sum())
+    scaler.backward((w * math.nan).sum(), loss_id=1)
+    outcome = scaler.apply(SGD([w], lr=1.0))
+    assert outcome.verdict() == "loss not finite"
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [8.0, 8.0]
+    assert w.item() == 1.0
+
+
+def test_a_float16_loss_of_its_own_is_capped() -> None:
+    scaler, w = GradScaler("cpu", init_scale=2.0**16), parameter(1.0)
+    with pytest.warns(UserWarning, match="float16"):
+        scaler.backward(w.half().sum(), loss_id=1)
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert w.item() == 0.0
+
+
+def test_gradients_keep_their_tensor_and_other_losses_theirs() -> None:
+    scaler, w, v = GradScaler("cpu", init_scale=2.0), parameter(1.0), parameter(1.0)
+    scaler.backward(w.sum() + v.sum())
+    mine = w.grad
+    scaler.backward([w.sum(), (3.0 * w).sum()], loss_id=1)
+    assert w.grad is mine
+    assert [mine.item(), v.grad.item()] == [10.0, 2.0]
+
+
+def test_inputs_and_sparse_gradients() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0)
+    table = torch.nn.Embedding(4, 1, sparse=True)
+    dense = parameter(1.0)
+    for _ in range(2):
+        scaler.backward(table(torch.tensor([1, 1])).sum() * dense.sum(), loss_id=1)
+    assert table.weight.grad.to_dense().flatten().tolist() == [0.0, 8.0, 0.0, 0.0]
+    before = dense.grad.item()
+    scaler.backward(table(torch.tensor([2])).sum() * dense.sum(), loss_id=1, inputs=[table.weight])
+    assert table.weight.grad.to_dense().flatten().tolist() == [0.0, 8.0, 2.0, 0.0]
+    assert dense.grad.item() == before
+
+
+def test_a_backward_pass_that_fails_leaves_the_gradients_as_they_were() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+            raise KeyError("planted")
+
+    scaler, w = GradScaler("cpu", init_scale=2.0), parameter(1.0)
+    scaler.backward(w.sum())
+    with pytest.raises(KeyError, match="planted"):
+        scaler.backward(Fails.apply(w).sum(), loss_id=1)
+    assert w.grad.tolist() == [2.0]
+    assert scaler.apply(SGD([w], lr=1.0))
+
+
+def test_unscaled_gradients_are_not_added_to() -> None:
+    scaler, w = GradScaler("cpu", init_scale=2.0), parameter(1.0)
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward(w.sum())
+    scaler.unscale_(optimizer)
+    with pytest.raises(CallOrderError, match="zero_grad"):
+        scaler.backward(w.sum(), loss_id=1)
+    assert w.grad.tolist() == [1.0]
+
+
+def test_scales_of_losses_survive_a_checkpoint_and_a_copy() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0, growth_interval=3), parameter(0.0)
+    optimizer = SGD([w], lr=1.0)
+    for slope in (2.0**126, 1.0):
+        scaler.backward(w.sum())
+        scaler.backward((w * slope).sum(), loss_id="aux")
+        scaler.apply(optimizer)
+    state = scaler.state_dict()
+    for other in (GradScaler("cpu"), copy.deepcopy(scaler)):
+        other.load_state_dict(json.loads(json.dumps(state)))
+        assert other.get_scale("aux") == 4.0
+        assert other.state_dict() == state
+        other.backward(w.sum())
+        assert other.get_scale("aux") == 4.0
+    used = GradScaler("cpu")
+    used.backward(w.sum(), loss_id="old")
+    used.load_state_dict(state)
+    assert used.state_dict() == state
+    with pytest.raises(SettingError, match="'old'"):
+        used.get_scale("old")
+
+
+def test_apex_losses_become_losses_of_ours() -> None:
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(
+        {
+            "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7},
+            "loss_scaler1": {"loss_scale": 64.0, "unskipped": 3},
+        }
+    )
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [1024.0, 64.0]
+    assert scaler._get_growth_tracker() == 7
+
+
+def test_a_bad_loss_id_is_an_error() -> None:
+    scaler, w = GradScaler("cpu"), parameter(0.0)
+    for wrong in (1.5, True, None, (1,)):
+        with pytest.raises(SettingError, match="loss_id"):
+            scaler.backward(w.sum(), loss_id=wrong)  # type: ignore[arg-type]
+    assert w.grad is None
+
+
+def test_a_disabled_scaler_takes_loss_ids() -> None:
+    scaler, w = GradScaler("cpu", enabled=False), parameter(0.0)
+    scaler.backward(w.sum(), loss_id=1)
+    assert w.grad.tolist() == [1.0]
+    assert scaler.get_scale(1) == 1.0

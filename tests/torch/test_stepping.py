@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from gradscale import Dynamic, Static
+from gradscale.torch import Culprit, GradScaler
+from one_weight import root
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYERS = 50
+
+
+def deep(device: str) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(LAYERS)))
+
+
+def unnamed(model: nn.Module, scaler: GradScaler) -> Optimizer:
+    return AdamW(model.parameters())
+
+
+def named_by_the_optimizer(model: nn.Module, scaler: GradScaler) -> Optimizer:
+    return SGD(model.named_parameters(), lr=0.1)  # type: ignore[arg-type]
+
+
+def named_by_the_model(model: nn.Module, scaler: GradScaler) -> Optimizer:
+    scaler.name(model)
+    return SGD(model.parameters(), lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("two_calls", [False, True])
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (unnamed, ["group 0, parameter 14, shape (4, 4)", "group 0, parameter 81, shape (4,)"]),
+        (named_by_the_optimizer, ["7.weight", "40.bias"]),
+        (named_by_the_model, ["7.weight", "40.bias"]),
+    ],
+)
+def test_culprits_are_named_and_counted(
+    make: Callable[[nn.Module, GradScaler], Optimizer], names: list[str], two_calls: bool
+) -> None:
+    model, scaler = deep("cpu"), GradScaler("cpu", policy=Static(init_scale=4.0))
+    optimizer = make(model, scaler)
+    scaler.backward(model(torch.ones(4)).sum())
+    model[7].weight.grad[1:3, 2] = -math.inf
+    model[7].weight.grad[0, 0] = math.nan
+    model[40].bias.grad[3] = math.nan
+    if two_calls:
+        scaler.apply(optimizer)
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.outcome().culprits() == [Culprit(names[0], 0, 2, 1), Culprit(names[1], 0, 0, 1)]
+    assert scaler.outcome().verdict() == "scale too high"
+    scaler.backward(model(torch.ones(4)).sum())
+    assert scaler.apply(optimizer).culprits() == []
+
+
+@pytest.mark.gpu
+def test_culprits_on_a_device_are_named_without_a_count_until_kernels_count() -> None:
+    model, scaler = deep("cuda"), GradScaler("cuda")
+    scaler.name(model)
+    optimizer = AdamW(model.parameters(), fused=True)
+    scaler.backward(model(torch.ones(4, device="cuda")).sum())
+    model[7].weight.grad[1:3, 2] = -math.inf
+    model[40].bias.grad[3] = math.nan
+    found = scaler.apply(optimizer).culprits()
+    assert [(bad.name, bad.infs != 0, bad.nans != 0) for bad in found] == [
+        ("7.weight", True, False),
+        ("40.bias", False, True),
+    ]
+
+
+def sums(y: Tensor) -> Tensor:
+    return y.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("verdict", "loss", "scale", "slope"),
+    [
+        ("applied", sums, 8.0, 1.0),
+        ("loss not finite", lambda y: (y * math.inf).sum(), 8.0, 1.0),
+        ("stuck at the floor", root, 2.0**-14, 1.0),
+        ("NaN at any scale", lambda y: (y.sqrt() * 0.0).sum(), 8.0, 1.0),
+        ("scale too high", sums, 8.0, 2.0**126),
+        ("scale too high", root, 8.0, 1.0),
+    ],
+)
+def test_verdicts(
+    device: str, verdict: str, loss: Callable[[Tensor], Tensor], scale: float, slope: float
+) -> None:
+    scaler = GradScaler(device, policy=Dynamic(init_scale=scale))
+    w = torch.zeros(1, device=device, requires_grad=True)
+    scaler.backward(loss(w * slope))
+    outcome = scaler.apply(SGD([w], lr=1.0))
+    assert outcome.verdict() == verdict
+    assert bool(outcome) is (verdict == "applied")
+    assert verdict in repr(outcome)
+
+
+def test_what_does_not_fit_is_a_scale_too_low() -> None:
+    scaler, w = GradScaler("cpu", init_scale=2.0**-10), torch.ones(1, requires_grad=True)
+    scaler.backward((w * 2.0**120).sum())
+    w.grad.fill_(2.0**120)
+    assert scaler.apply(SGD([w], lr=1.0)).verdict() == "scale too low"
+
+
+@pytest.mark.gpu
+def test_an_outcome_says_whether_it_is_ready() -> None:
+    scaler, w = GradScaler("cuda"), torch.ones(1, device="cuda", requires_grad=True)
+    optimizer = SGD([w], lr=1.0, fused=True)
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    scaler.backward(w.sum())
+    outcome = scaler.apply(optimizer)
+    assert not outcome.ready()
+    assert repr(outcome) == "StepOutcome(still on the device)"
+    torch.cuda.synchronize()
+    assert outcome.ready()
+    assert "applied" in repr(outcome)
