@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints-dev.txt)
 .PHONY: demo test lint bench mutants clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/dropin.py
+	$(BIN)/gradscale demo
 
 # Two workers for two cores. Each runs torch on one thread (OMP_NUM_THREADS): left alone, every worker
 # starts a thread per core, and they take turns instead of running. `worksteal` because a few tests

@@ -64,7 +64,10 @@ RULES = {
         {"torch", "lightning", "accelerate", "transformers", "tensorboard", "wandb"},
     ),
     "report": Rule(FACTS | {"runlog", "__init__"}, {"plotly"}),
-    "cli": Rule(FACTS | {"policy", "report", "runlog", "__init__"}, {"typer", "rich"}, ENGINES),
+    "demo": Rule(FACTS | {"policy", "__init__", "torch"}, {"torch", "matplotlib"}),
+    "cli": Rule(
+        FACTS | {"policy", "report", "runlog", "__init__"}, {"typer", "rich"}, ENGINES | {"demo"}
+    ),
 }
 
 
@@ -96,9 +99,15 @@ def read_tree(library: Path) -> list[Module]:
 
 
 def walk(node: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below `node`, with whether it runs only when a function is called."""
+    """Every node below `node`, with whether importing the module does not run it.
+
+    That is the inside of functions, and of `if TYPE_CHECKING:`, which only type checkers read.
+    """
+    typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    unread = node.body if isinstance(node, ast.If) and typing else []
     for child in ast.iter_child_nodes(node):
         inside = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        inside = inside or child in unread
         yield child, inside
         yield from walk(child, inside)
 
@@ -306,6 +315,16 @@ FAULTS = [
     (forbidden_imports, "torch.scaler", "import triton.language as tl", "triton.language"),
     (forbidden_imports, "torch.scaler", "import numpy", "import numpy"),
     (forbidden_imports, "cli", "import gradscale.torch", "gradscale.torch"),
+    (forbidden_imports, "cli.commands", "from gradscale.demo import train", "gradscale.demo.train"),
+    (
+        forbidden_imports,
+        "cli",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import gradscale.demo",
+        ":4: may not import gradscale.demo",
+    ),
+    (forbidden_imports, "policy", "if TYPE_CHECKING:\n    import torch", "import torch"),
+    (forbidden_imports, "demo.train", "import numpy", "import numpy"),
+    (forbidden_imports, "torch.scaler", "from gradscale.demo import train", "gradscale.demo.train"),
     (forbidden_imports, "novelty", "import math", "no row"),
     (vague_names, "torch._helpers", "", "_helpers"),
     (vague_names, "_src.policy", "", "_src"),
@@ -340,6 +359,8 @@ def test_check_passes_a_clean_module(check: Callable[[Module], list[str]]) -> No
         ("torch.scaler", "import torch\nfrom gradscale import Dynamic\nfrom .outcome import Ring"),
         ("torch._triton", "import triton"),
         ("cli", "def demo():\n    import gradscale.torch\n    print('ok')"),
+        ("cli.commands", "if TYPE_CHECKING:\n    from gradscale.demo.train import Trace"),
+        ("demo.picture", "import matplotlib\nfrom gradscale.torch import GradScaler"),
     ],
 )
 def test_check_passes_what_the_rules_allow(name: str, source: str) -> None:

@@ -1,0 +1,212 @@
+"""The sub-commands: they read the arguments and draw the answers; the work is done elsewhere.
+
+Engines and the demo are imported inside the sub-command that needs them, so `--help` is quick and
+`info` works where they are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gradscale.cli.info import gather
+from gradscale.errors import SettingError
+
+if TYPE_CHECKING:
+    from gradscale.demo.summary import Summary
+    from gradscale.demo.train import Trace
+
+DEMO_STEPS = 1200
+QUICK_STEPS = 40
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Loss scaling for mixed-precision training.",
+)
+
+
+def fail(message: str) -> typer.Exit:
+    """Says what is wrong in one line on the error stream; the exit with status 1, to be raised."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"Error: {escape(message)}")
+    return typer.Exit(1)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = DEMO_STEPS,
+    output: Annotated[
+        Path, typer.Option(help="Where the picture goes: a .png, .svg or .pdf file.")
+    ] = Path("gradscale-demo.png"),
+    seed: Annotated[int, typer.Option(help="Of the first weights and the batches.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps: too few to show anything.")
+    ] = False,
+) -> None:
+    """Train one small network in float32 and in float16 with and without a scale, on the CPU.
+
+    Prints a table and writes a picture. Takes about a minute.
+    """
+    try:
+        from gradscale.demo import digits, picture, summary, train
+    except ImportError as error:
+        raise fail(f'The demo cannot start ({error}): pip install "gradscale[demo]".') from None
+    try:
+        train.check(steps, seed)
+        picture.check_path(output)
+    except SettingError as error:
+        raise fail(str(error)) from None
+    console = Console(highlight=False)
+    images = digits.load_digits()
+    mean_loss = train.loss_of_the_mean(images)
+    console.print(
+        f"Training the same network on {len(images):,} handwritten digits, {len(train.RUNS)} times:"
+    )
+    with train.one_thread():
+        traces = run_all(console, images, QUICK_STEPS if quick else steps, seed)
+    rows = [summary.summarise(trace) for trace in traces]
+    console.print(demo_table(rows))
+    console.print(demo_notes(traces), style="dim")
+    console.print()
+    for line in summary.finding(rows, mean_loss):
+        console.print(f"{line}.", style="bold")
+    picture.draw(traces, mean_loss, output)
+    console.print(f"Picture: {escape(str(output))}", soft_wrap=True)
+
+
+def run_all(console: Console, images: Any, steps: int, seed: int) -> list[Trace]:
+    """Trains every run, with a progress bar each; without a terminal, a line for each."""
+    from gradscale.demo.train import RUNS, Trace, train
+
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        expand=True,
+        disable=not console.is_terminal,
+    )
+    tasks = [bars.add_task(run.name, total=steps, start=False, loss="") for run in RUNS]
+    traces = []
+    with bars:
+        for run, task in zip(RUNS, tasks, strict=True):
+            began = time.perf_counter()
+            bars.start_task(task)
+            taken = []
+            for step in train(run, images, steps, seed):
+                taken.append(step)
+                bars.update(task, advance=1, loss=f"loss {step.loss:.4f}")
+            traces.append(Trace(run, taken))
+            if not console.is_terminal:
+                console.print(f"{run.name}: {steps} steps, {time.perf_counter() - began:.1f} s")
+    return traces
+
+
+def power(scale: float) -> str:
+    """The scale as a power of two where it is one.
+
+    >>> power(65536.0), power(1.0), power(3.0)
+    ('2**16', '1', '3')
+    """
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and scale != 1.0 else f"{scale:g}"
+
+
+def share(part: float) -> str:
+    """The share as a percentage, in which only zero reads as zero.
+
+    >>> share(0.4556), share(0.0), share(0.000009)
+    ('45.6 %', '0 %', '<0.1 %')
+    """
+    if part == 0.0:
+        return "0 %"
+    return f"{part:.1%}".replace("%", " %") if part >= 0.001 else "<0.1 %"
+
+
+def demo_table(rows: Sequence[Summary]) -> Table:
+    """The rows as a table."""
+    table = Table()
+    table.add_column("run", no_wrap=True)
+    for heading in ("loss", "skipped\nsteps", "underflow", "flushed\nto 0", "final\nscale"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        lost = ("-", "-") if row.lost is None else (share(x) for x in row.lost)
+        table.add_row(row.name, f"{row.loss:.4f}", str(row.skipped), *lost, power(row.scale))
+    return table
+
+
+def demo_notes(traces: Sequence[Trace]) -> str:
+    """What the columns mean and how the runs were set."""
+    from gradscale import Dynamic
+    from gradscale.demo.summary import TAIL
+    from gradscale.demo.train import BATCH, LEARNING_RATE, PROBE_EVERY
+
+    num_tail = min(TAIL, len(traces[0].steps))
+    lines = [
+        f"loss: squared error per pixel, mean of the last {num_tail} steps.",
+        "underflow: of the weight-gradient elements that are not zero, the share below 2**-14, "
+        "the smallest normal float16 number.",
+        "flushed to 0: of the elements that are not zero in float32 (same weights, same batch), "
+        f"the share that is zero in float16. Both every {PROBE_EVERY} steps, before unscaling.",
+        f"All runs: autoencoder with 7 sigmoid layers, AdamW, learning rate {LEARNING_RATE:g}, "
+        f"batches of {BATCH}. float16: weights, activations and gradients; float32: master "
+        "weights, loss and optimizer.",
+    ]
+    for policy in (trace.run.policy for trace in traces):
+        if isinstance(policy, Dynamic):
+            lines.append(
+                f"dynamic: starts at {power(policy.init_scale)}, doubles after "
+                f"{policy.growth_interval} finite steps in a row (torch's default: 2000, too long "
+                "for this run), halves at an overflow."
+            )
+    return "\n".join(lines)
+
+
+@app.command()
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+) -> None:
+    """Tell versions, frameworks found, the path in use, and what is missing for the rest."""
+    facts = gather()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(
+        f"gradscale {facts['gradscale']}, Python {facts['python']}, {escape(facts['platform'])}\n"
+    )
+    table = Table("package", "version", "gradscale")
+    for name, found in facts["packages"].items():
+        table.add_row(name, *(escape(text) for text in describe(name, found)))
+    console.print(table)
+    console.print(f"\npath: {facts['path']['name']} ({facts['path']['why']})")
+    console.print(f"CUDA devices: {escape(', '.join(facts['cuda_devices'])) or 'none'}")
+    for extra, names in facts["missing"].items():
+        lacks = f'lacks {", ".join(names)}: pip install "gradscale[{extra}]"'
+        console.print(escape(f"extra {extra}: {lacks if names else 'complete'}"))
+
+
+def describe(name: str, found: dict[str, Any]) -> tuple[str, str]:
+    """The version of a framework, and what gradscale does with it or what to do about it."""
+    if found["error"]:
+        return "broken", found["error"]
+    if found["version"] is None:
+        return "not installed", found["remedy"]
+    if name == "triton":
+        return found["version"], "not used by this version"
+    if found["engine"]:
+        return found["version"], f"engine gradscale.{name}"
+    return found["version"], "the rules alone; this version has no engine for it"

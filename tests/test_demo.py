@@ -1,0 +1,239 @@
+"""The demo: its data, that float16 is float16, that it repeats, and that its words are true."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+from torch import Tensor, nn  # noqa: E402
+
+from gradscale.demo import digits, picture, summary, train  # noqa: E402
+from gradscale.errors import SettingError  # noqa: E402
+
+IMAGES = digits.load_digits()
+EXACT, BARE, STATIC, DYNAMIC = train.RUNS
+
+
+def trace(run: train.Run, steps: int = 25, seed: int = 0) -> train.Trace:
+    with train.one_thread():
+        return train.Trace(run, list(train.train(run, IMAGES, steps, seed)))
+
+
+# The data.
+
+
+def test_data_are_the_1797_digits() -> None:
+    assert IMAGES.shape == (1797, 64)
+    assert IMAGES.dtype == torch.float32
+    assert set((IMAGES * 16).unique().tolist()) == set(range(17))
+    first = (IMAGES[0].view(8, 8) * 16).int().tolist()
+    assert first[0] == [0, 0, 5, 13, 9, 1, 0, 0]  # the ring of a zero
+    assert first[3] == [0, 4, 12, 0, 0, 8, 8, 0]
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    spoilt = bytearray(gzip.decompress(digits.FILE.read_bytes()))
+    spoilt[1000] ^= 1
+    file = tmp_path / "digits.gz"
+    file.write_bytes(gzip.compress(bytes(spoilt)))
+    with pytest.raises(ValueError, match=r"digits\.gz must unpack to .* got 115008 bytes"):
+        digits.load_digits(file)
+
+
+def test_source_and_licence_stand_beside_the_data() -> None:
+    note = digits.FILE.with_name("digits.md").read_text(encoding="utf-8")
+    assert "Creative Commons Attribution 4.0" in note
+    assert "10.24432/C50P49" in note
+
+
+# Real float16.
+
+
+@contextmanager
+def formats_seen() -> Iterator[set[tuple[str, torch.dtype]]]:
+    """What every layer computes with, forward and backward, as (what, format)."""
+    seen: set[tuple[str, torch.dtype]] = set()
+
+    def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.update((("activation", inputs[0].dtype), ("activation", output.dtype)))
+        if isinstance(module, nn.Linear):
+            seen.update((("weight", module.weight.dtype), ("weight", module.bias.dtype)))
+        if output.requires_grad:
+            output.register_hook(lambda grad: seen.add(("gradient", grad.dtype)))
+
+    def only_layers(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, (nn.Linear, nn.Sigmoid)):
+            forward(module, inputs, output)
+
+    handle = nn.modules.module.register_module_forward_hook(only_layers)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def complaints(run: train.Run) -> list[str]:
+    """How a step of `run` computes in another format than it claims."""
+    steps = train.train(run, IMAGES, 2, 0)
+    next(steps)  # which measures the underflow too, with one float32 pass
+    with formats_seen() as seen:
+        next(steps)
+    assert {what for what, _ in seen} == {"activation", "weight", "gradient"}
+    return sorted(f"{what} is {dtype}" for what, dtype in seen if dtype is not run.dtype)
+
+
+@pytest.mark.parametrize("run", train.RUNS, ids=lambda run: run.name)
+def test_all_arithmetic_of_the_layers_is_in_the_format_of_the_run(run: train.Run) -> None:
+    assert complaints(run) == []
+
+
+def in_float32(redraw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def cheat(net: nn.Module, weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        return redraw(net, {name: w.float() for name, w in weights.items()}, images)
+
+    return cheat
+
+
+def test_run_that_secretly_uses_float32_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "redraw", in_float32(train.redraw))
+    assert complaints(BARE) == [
+        "activation is torch.float32",
+        "gradient is torch.float32",
+        "weight is torch.float32",
+    ]
+
+
+def test_loss_is_not_made_small() -> None:
+    # Of the first step: of the weights and the batch that any reader gets from the same seed.
+    net = train.build(0)
+    batch = IMAGES[torch.randint(1797, (train.BATCH,), generator=torch.Generator().manual_seed(0))]
+    plain = (net(batch) - batch).square().mean().item()
+    assert trace(EXACT, 1).steps[0].loss == pytest.approx(plain, rel=1e-6)
+    assert trace(BARE, 1).steps[0].loss == pytest.approx(plain, rel=1e-2)
+
+
+# The runs.
+
+
+@pytest.mark.parametrize("run", train.RUNS, ids=lambda run: run.name)
+def test_run_repeats_with_its_seed_alone(run: train.Run) -> None:
+    torch.manual_seed(1)
+    first = trace(run, 10)
+    torch.manual_seed(2)
+    assert trace(run, 10) == first
+    assert trace(run, 10, seed=1) != first
+
+
+def test_global_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    trace(EXACT, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with train.one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_without_a_scale_gradients_become_zero_and_with_one_they_do_not() -> None:
+    bare, static, dynamic = (summary.summarise(trace(run, 41)).lost for run in train.RUNS[1:])
+    assert bare is not None
+    assert static is not None
+    assert dynamic is not None
+    assert bare.flushed > 0.3
+    assert static.flushed < 0.01
+    assert dynamic.flushed < static.flushed
+    assert bare.underflow > static.underflow > dynamic.underflow
+
+
+def test_dynamic_scale_grows_and_overflow_is_skipped() -> None:
+    policy = train.Dynamic(init_scale=2.0**40, growth_interval=2)
+    steps = trace(DYNAMIC._replace(policy=policy), 40).steps
+    skipped = [step for step in steps if not step.applied]
+    assert skipped[0] is steps[0]
+    assert all(step.lost is None for step in skipped)
+    applied = [step.scale for step in steps if step.applied]
+    assert applied[0] < 2.0**40
+    assert len(set(applied)) > 1
+
+
+def test_share_of_lost_elements_is_counted_by_hand() -> None:
+    halves = [torch.tensor([0.0, 0.0, 2.0**-14, -(2.0**-20), 1.0], dtype=torch.float16)]
+    exact = [torch.tensor([0.0, 1e-9, 2.0**-14, -(2.0**-20), 1.0])]
+    assert train.compare(halves, exact) == train.Lost(underflow=1 / 3, flushed=1 / 4)
+    nothing = [torch.zeros(2)]
+    assert train.compare([torch.zeros(2).half()], nothing) == train.Lost(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seed", "complaint"),
+    [
+        (0, 0, "steps must be >= 1, got 0"),
+        (-1, 0, "steps must be >= 1, got -1"),
+        (1, -1, "seed must be >= 0 and < 2\\*\\*63, got -1"),
+        (1, 2**63, "seed must be .*, got 9223372036854775808"),
+    ],
+)
+def test_settings_are_checked(steps: int, seed: int, complaint: str) -> None:
+    with pytest.raises(SettingError, match=complaint):
+        next(train.train(EXACT, IMAGES, steps, seed))
+
+
+# The words.
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((0.02, 0.073, 0.02, 0.0201), ("learns nothing: loss 0.073", "learns like float32: 0.020")),
+        ((0.02, 0.05, 0.02, 0.02), ("falls behind: loss 0.050", "learns like float32")),
+        ((0.02, 0.073, 0.02, 0.03), ("learns nothing", "With a scale: 0.020 (static), 0.030")),
+        ((0.02, 0.02, 0.02, 0.02), ("needs no scale", "with a scale: 0.020")),
+        ((0.07, 0.073, 0.07, 0.07), ("Too few steps", "mean image has 0.073")),
+    ],
+)
+def test_words_follow_the_numbers(losses: tuple[float, ...], words: tuple[str, str]) -> None:
+    rows = [summary.Summary("", loss, 0, None, 1.0) for loss in losses]
+    lines = summary.finding(rows, 0.0733)
+    assert [word in line for word, line in zip(words, lines, strict=True)] == [True, True]
+
+
+def test_mean_image_has_the_variance_of_the_pixels_as_its_loss() -> None:
+    assert train.loss_of_the_mean(IMAGES) == pytest.approx(0.0733, abs=1e-4)
+
+
+# The picture.
+
+
+@pytest.mark.parametrize("suffix", picture.SUFFIXES)
+def test_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+    # One step, the shortest run there is, and no numbers but these.
+    step = train.Step(loss=0.1, scale=1024.0, applied=False, lost=None)
+    path = tmp_path / f"picture{suffix}"
+    picture.draw([train.Trace(run, [step]) for run in train.RUNS], 0.07, path)
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")
+
+
+def test_labels_that_meet_are_moved_apart() -> None:
+    heights = [0.5, 0.5, 0.52, 0.9, 0.1]
+    moved = picture.spread(heights, 0.1)
+    ordered = sorted(moved)
+    assert min(b - a for a, b in itertools.pairwise(ordered)) > 0.0999
+    assert moved[3:] == pytest.approx([0.9, 0.1])  # in nobody's way
+    assert sum(moved) == pytest.approx(sum(heights))
+
+
+def test_smoothing_keeps_a_constant_and_the_length() -> None:
+    assert picture.smooth([2.0] * 40) == [2.0] * 40
+    assert picture.smooth([1.0, 3.0]) == [2.0, 2.0]
