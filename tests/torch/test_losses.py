@@ -82,6 +82,12 @@ def test_a_loss_skips_only_the_optimizers_that_it_reaches() -> None:
     scaler.update()
     assert [a.item(), b.item()] == [-1.0, 0.0]
     assert [bool(scaler.outcome(o).finite) for o in optimizers] == [True, False]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    scaler.backward(a.sum())
+    scaler.backward((b * 2.0**126).sum(), loss_id=1)
+    assert not scaler.apply(optimizers)  # in one step all wait for each other
+    assert [a.item(), b.item()] == [-1.0, 0.0]
 
 
 def test_a_loss_that_is_not_finite_leaves_its_scale_alone() -> None:
