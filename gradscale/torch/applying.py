@@ -58,6 +58,8 @@ class Applying(Stepping):
         several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         if not several:
             raise SettingError("apply() needs at least one optimizer, got none.")
+        if len(set(map(id, several))) < len(several):
+            raise SettingError("apply() steps every optimizer once, got one of them twice.")
         for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
             if limit is not None and not limit > 0:
                 raise SettingError(f"{name} must be > 0, got {limit}.")
@@ -82,10 +84,6 @@ class Applying(Stepping):
         outcome = self.outcome()
         self.update()
         return outcome
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale and ends the iteration."""
-        raise NotImplementedError
 
     def _step_together(
         self,
