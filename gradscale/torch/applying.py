@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradscale.errors import SettingError
+from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.contract import is_capable, step_on_device
 from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.stepping import Stepping
@@ -23,6 +23,7 @@ from gradscale.torch.unscale import (
     params_with_grad,
     read_all,
     read_norm,
+    readable,
     values_of,
 )
 from gradscale.torch.window import Window
@@ -55,14 +56,19 @@ class Applying(Stepping):
                 `scaler.backward(loss)` and returns the loss.
             zero_grad: Whether to clear the gradients afterwards, applied or not.
         """
-        several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-        if not several:
-            raise SettingError("apply() needs at least one optimizer, got none.")
+        given: Any = optimizers
+        alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
+        several: list[Any] = [given] if alone else list(given)
+        odd = [one for one in several if not hasattr(one, "param_groups")]
+        if not several or odd:
+            what = type(odd[0]).__name__ if odd else "none"
+            raise SettingError(f"apply() takes one or more optimizers, got {what}.")
         if len(set(map(id, several))) < len(several):
             raise SettingError("apply() steps every optimizer once, got one of them twice.")
         for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-            if limit is not None and not limit > 0:
-                raise SettingError(f"{name} must be > 0, got {limit}.")
+            number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            if limit is not None and not (number and limit > 0):
+                raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
         if closure is not None and len(several) > 1:
             raise SettingError(f"A closure goes with one optimizer, got {len(several)}.")
         self._followers.catch_up()
@@ -70,9 +76,9 @@ class Applying(Stepping):
         if not self._enabled:
             if closure is None:
                 clip()
-            for optimizer in several:
-                optimizer.step(*([] if closure is None else [_then(closure, clip)]))
-            self._tell_of_plain_step(several)
+            args = [] if closure is None else [_then(closure, clip)]
+            returned = [optimizer.step(*args) for optimizer in several]
+            self._tell_of_plain_step(several, returned[0])
         elif closure is not None:
             edit = None if clip_norm is None and clip_value is None else clip
             self._step_with_closure(several[0], closure, (), {}, edit)
@@ -95,6 +101,11 @@ class Applying(Stepping):
         """Steps all of `optimizers` or none; `keep` if the gradients will be looked at again."""
         for optimizer in optimizers:
             window = self._use(optimizer, "apply", (OptState.READY, OptState.UNSCALED))
+        if window.blank is not None:
+            raise CallOrderError(
+                "apply() found gradients, but no loss was scaled for them. Call "
+                "scaler.backward(loss) instead of loss.backward()."
+            )
         lists = [params_with_grad(optimizer) for optimizer in optimizers]
         params = list({id(p): p for each in lists for p in each}.values())
         if not params:
@@ -129,17 +140,19 @@ class Applying(Stepping):
         capable = all(map(is_capable, optimizers))
         unshared = len(params) == sum(map(len, lists))
         scale = None
+        # Where the host knows, or must know, of a skip, the gradients are left as they are.
+        known = readable(skipped) or not capable
+        going_on = not (known and skipped)
         if scaled and capable and unshared:
             # The quotient of a window without clipping is exact; with it, rounded like any other.
             scale = window.scale if clip_norm is None else factor.reciprocal()
-        elif scaled or clip_norm is not None:
+        elif going_on and (scaled or clip_norm is not None):
             multiply(values, torch.where(skipped, inv_scale, factor))
-        if capable or not skipped:
-            for optimizer in optimizers:
-                if is_capable(optimizer):
-                    step_on_device(optimizer, scale, skipped, (), {})
-                else:
-                    optimizer.step()
+        for optimizer in optimizers if going_on or capable else ():
+            if is_capable(optimizer):
+                step_on_device(optimizer, scale, skipped, (), {})
+            else:
+                optimizer.step()
         for optimizer, each in zip(optimizers, lists, strict=True) if keep else ():
             if scale is None:
                 self._mark_unscaled(optimizer, window, each)

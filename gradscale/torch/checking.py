@@ -53,6 +53,8 @@ class Checking(Scaling):
 
     def _use(self, optimizer: Optimizer, call: str, stages: Sequence[OptState]) -> Window:
         """The window whose gradients `optimizer` may use now; a CallOrderError if there is none."""
+        if not hasattr(optimizer, "param_groups"):
+            raise SettingError(f"{call}() takes an optimizer, got {type(optimizer).__name__}.")
         self._live(f"{call}()")
         stage = self._stage(optimizer)
         if stage is OptState.STEPPED:
@@ -125,12 +127,17 @@ class Checking(Scaling):
     def _measure_underflow(
         self, optimizers: Iterable[Optimizer], values: Values, window: Window
     ) -> None:
-        """Measures what scaled `values` underflow, in every so many iterations, if asked for."""
-        if not self._underflow_every or self._iterations % self._underflow_every:
+        """Measures what scaled `values` underflow, in every so many steps, if asked for."""
+        if not self._underflow_every:
             return
-        share = underflow(values, self._format.smallest_normal, window.scale)
-        for optimizer in optimizers:
-            self._measured[id(optimizer)].underflow = share
+        several = list(optimizers)
+        looks = self._looks.get(several[0], 0)
+        for optimizer in several:
+            self._looks[optimizer] = looks + 1
+        if looks % self._underflow_every == 0:
+            share = underflow(values, self._format.smallest_normal, window.scale)
+            for optimizer in several:
+                self._measured[id(optimizer)].underflow = share
 
     def _recheck(self, optimizer: Optimizer, window: Window) -> None:
         """Reads unscaled gradients again if they may have been edited since.

@@ -9,6 +9,7 @@ and late, by as much as the device is behind the host; on the CPU they come at o
 from __future__ import annotations
 
 import struct
+import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -32,9 +33,8 @@ _DIAGNOSIS = {
     "forward pass, the data and the learning rate",
     "stuck at the floor": "gradients are not finite even at the smallest scale that min_scale "
     "allows, so the scale is hardly to blame: look at the parameters named here",
-    "NaN at any scale": "there are NaN gradients but no infinite ones, so they do not come from an "
-    "overflow: look for a 0 / 0, a root or a logarithm of 0 in the backward pass of the parameters "
-    "named here",
+    "NaN at any scale": "there are NaN gradients that a lower scale does not cure: look for 0 / 0, "
+    "a root or a logarithm of 0 in the backward pass of the parameters named here",
     "scale too low": "gradients are finite, but too large for the format they are stored in once "
     "unscaled: they have exploded, or were spoilt after unscale_()",
     "scale too high": "gradients overflow, and the scale is still falling: if it does not find a "
@@ -73,11 +73,11 @@ class Record:
         self,
         step: Tensor,
         moves: Sequence[Move],
-        outcomes: Sequence[tuple[int, StepOutcome]],
+        outcomes: Sequence[tuple[tuple[int, ...], StepOutcome]],
     ) -> None:
         self.moves = moves
         self.outcomes = outcomes
-        """Every step since the last `update()`, with the id of its optimizer."""
+        """Every step since the last `update()`, with the ids of its optimizers."""
         device = step.device
         numbers = [step]
         for scale_move in moves:
@@ -138,7 +138,7 @@ class Events:
         self.listeners: dict[str, list[Callable[[Event], object]]] = defaultdict(list)
         self._records: deque[Record] = deque(maxlen=_HISTORY)
         self._due: deque[Event] = deque()
-        self._down: set[int] = set()
+        self._down: set[tuple[int, ...]] = set()
         """The optimizers whose last step was skipped."""
 
     def on(self, name: str, callback: Callable[[Event], object]) -> None:
@@ -146,6 +146,12 @@ class Events:
         if name not in NAMES:
             raise SettingError(f"event must be one of {', '.join(NAMES)}, got {name!r}.")
         self.listeners[name].append(callback)
+
+    def forget(self) -> None:
+        """Drops what is on its way: it is of another run."""
+        self._records.clear()
+        self._due.clear()
+        self._down.clear()
 
     def take(self, record: Record) -> None:
         """Puts `record` behind those that are on their way."""
@@ -196,7 +202,15 @@ class Events:
         text = diagnosis(event, self.stuck_after)
         if self.on_stuck == "raise":
             raise StuckError(text)
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=_levels_to_the_caller())
+
+
+def _levels_to_the_caller() -> int:
+    """How many calls up from here, as `warn` counts, the code outside this package is."""
+    levels, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("gradscale."):
+        levels, frame = levels + 1, frame.f_back
+    return levels + 1
 
 
 def diagnosis(event: Event, count: int) -> str:

@@ -106,8 +106,6 @@ class ScaleKeeper(torch.amp.GradScaler):
 
     def _loss_state(self, loss_id: int | str) -> State:
         """The state of the loss called `loss_id`, on its device."""
-        if isinstance(loss_id, bool) or not isinstance(loss_id, int | str):
-            raise SettingError(f"loss_id must be a whole number or a name, got {loss_id!r}.")
         if loss_id not in self._losses:
             device = self._live("backward()").scale.device
             self._losses[loss_id] = _on_device(self._policy.init(), device)
@@ -118,7 +116,8 @@ class ScaleKeeper(torch.amp.GradScaler):
         if self._state is None:
             raise CallOrderError(
                 f"{call} was called before scale(): no loss has been scaled yet. "
-                "Call scaler.scale(loss).backward() first in every iteration."
+                "Call scaler.backward(loss) or scaler.scale(loss).backward() first in every "
+                "iteration."
             )
         return self._state
 
@@ -287,17 +286,7 @@ class ScaleKeeper(torch.amp.GradScaler):
         return _plain(self._state), counters, losses
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
-        """Takes over a checkpoint: ours, torch's, or that of a peer (see gradscale/foreign.py).
-
-        Args:
-            state_dict: What `state_dict()` gave, here, in torch, Apex, DeepSpeed, Megatron, Flax,
-                Keras or jmp.
-            settings: Whether to take the settings as well, as torch does. False keeps the settings
-                of this scaler and takes the scale and the counters alone.
-
-        Raises:
-            StateError: It cannot be read; nothing was loaded.
-        """
+        """Takes over a checkpoint; a StateError if it cannot be read."""
         if not self._enabled:
             return
         saved = states.read(state_dict)
@@ -362,6 +351,12 @@ class ScaleKeeper(torch.amp.GradScaler):
             pickled.update(zip(names, self._numbers(), strict=True))
             pickled.update(_state=None, _counters={}, _losses={})
         return pickled
+
+
+def check_loss_id(loss_id: Any) -> None:
+    """Raises SettingError if `loss_id` cannot be one."""
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int | str):
+        raise SettingError(f"loss_id must be a whole number or a name, got {loss_id!r}.")
 
 
 def _on_device(values: Iterable[float | int], device: torch.device) -> Any:

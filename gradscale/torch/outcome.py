@@ -23,13 +23,23 @@ class Culprit(NamedTuple):
     name: str
     rank: int
     infs: int | None
-    """How many elements are infinite; None: some, which nobody counted."""
+    """How many elements are infinite; None: nobody counted."""
     nans: int | None
     """How many elements are NaN; None: some, which nobody counted."""
 
 
-Bad = Callable[[], list[Culprit]]
-"""Finds the culprits when it is asked."""
+class Blame(NamedTuple):
+    """What the gradients of a step say about it."""
+
+    culprits: list[Culprit]
+    finite_amax: float | None
+    """The largest magnitude among the scaled gradients that are finite; None if nobody knows."""
+
+
+_HOPELESS = 20
+"""So many skips in a row, with the scale falling all the while, clear it of the blame."""
+_ROOMY = 10
+"""With so many binades of headroom an overflow further up is unlikely."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
@@ -37,8 +47,8 @@ class StepOutcome:
     """What became of one step. Values stay on the device: reading one (`bool()`, `float()`) waits.
 
     They are the step's own and do not change when later steps are taken. `None` stands for what
-    this way of stepping does not measure; `apply()` measures all but `underflow`, which must be
-    asked for.
+    this way of stepping does not measure: `apply()` measures all but `underflow`, which must be
+    asked for, torch's loop what it reads anyway, a closure and a disabled scaler nothing.
     """
 
     applied: Tensor
@@ -60,10 +70,12 @@ class StepOutcome:
     """float32: share of the nonzero scaled elements below the format's smallest normal number."""
     skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
     """int32: how many steps of this optimizer in a row have been skipped, this one included."""
+    loss: Any = None
+    """What a step with a closure returned, as a rule the loss; None without a closure."""
 
     _format: Format | None = None
     _floor: float = 0.0
-    _bad: Bad = list
+    _blame: Callable[[], Blame] = lambda: Blame([], None)
     _nothing: bool = False
     """Whether there was no gradient at all."""
     _done: torch.Event | None = None
@@ -87,8 +99,11 @@ class StepOutcome:
         """What became of the step, in a few words; **waits for the device**.
 
         The first that is true of: "applied", "no gradients", "loss not finite", "stuck at the
-        floor", "NaN at any scale" (NaN without a single infinity: an overflow leaves infinities),
-        "scale too low", "scale too high".
+        floor", "NaN at any scale", "scale too low", "scale too high".
+
+        An overflow can leave nothing but NaN behind (infinity minus infinity), so NaN is blamed on
+        something else only if no gradient is infinite and the finite ones are far from it, or if
+        lower and lower scales have not helped.
         """
         if self.applied:
             return "applied"
@@ -98,14 +113,24 @@ class StepOutcome:
             return "loss not finite"
         if not self.finite and float(self.scale) <= self._floor:
             return "stuck at the floor"
-        culprits = self.culprits()
-        if any(bad.nans != 0 for bad in culprits) and all(bad.infs == 0 for bad in culprits):
+        if self._is_nan_for_ever():
             return "NaN at any scale"
         return "scale too low" if self.finite else "scale too high"
 
     def culprits(self) -> list[Culprit]:
         """The parameters whose gradients were not finite; **waits for the device**."""
-        return self._bad()
+        return self._blame().culprits
+
+    def _is_nan_for_ever(self) -> bool:
+        """Whether there is NaN that no scale seems to cure."""
+        culprits, amax = self._blame()
+        if not any(bad.nans != 0 for bad in culprits):
+            return False
+        if int(self.skipped_in_a_row) >= _HOPELESS:
+            return not any(bad.infs for bad in culprits)
+        if amax is None or self._format is None or any(bad.infs != 0 for bad in culprits):
+            return False
+        return 0 < amax <= math.ldexp(self._format.max, -_ROOMY)
 
     def __repr__(self) -> str:
         if not self.ready():
@@ -158,19 +183,27 @@ class Names:
 
 
 @torch.no_grad()
-def counted(names: Mapping[int, str], params: Iterable[Tensor]) -> list[Culprit]:
-    """The culprits among the gradients of `params`, counted now; **waits for the device**."""
-    bad = []
+def counted(names: Mapping[int, str], params: Iterable[Tensor], scale: float) -> Blame:
+    """What the gradients of `params` say, counted now; **waits for the device**.
+
+    `scale` is what is still in them when they are looked at.
+    """
+    bad, largest = [], 0.0
     for param in params:
         for group in values_of([param]).values():
-            if not torch.isfinite(group[0]).all():
-                infs, nans = int(torch.isinf(group[0]).sum()), int(torch.isnan(group[0]).sum())
+            value = group[0]
+            finite = torch.isfinite(value)
+            if not finite.all():
+                infs, nans = int(torch.isinf(value).sum()), int(torch.isnan(value).sum())
                 bad.append(Culprit(names[id(param)], _rank(), infs, nans))
-    return bad
+            sound = value[finite]
+            if sound.numel():
+                largest = max(largest, float(sound.abs().max()))
+    return Blame(bad, largest * scale)
 
 
-def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) -> list[Culprit]:
-    """The culprits that the largest magnitudes of the gradients of `params` show."""
+def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) -> Blame:
+    """What the largest magnitudes of the gradients of `params` show."""
     owners: dict[Any, list[int]] = defaultdict(list)
     for param in params:
         owners[param.device, param.dtype.to_real()].append(id(param))
@@ -182,10 +215,9 @@ def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) ->
             whose = owners.get(key, [])
             plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
             name = names[whose[place]] if len(whose) == len(group) else plain
-            some, none = None, 0
-            infs, nans = (none, some) if math.isnan(peak) else (some, none)
-            bad.append(Culprit(name, _rank(), infs, nans))
-    return bad
+            # A NaN hides the infinities beside it; both are uncounted.
+            bad.append(Culprit(name, _rank(), None, None if math.isnan(peak) else 0))
+    return Blame(bad, None)
 
 
 def _rank() -> int:

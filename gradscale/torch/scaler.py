@@ -8,7 +8,7 @@ exactly as in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -133,7 +133,6 @@ class GradScaler(Applying):
                 finite = ~torch.stack([self._found(flags) for flags in found]).any()
                 fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()
                 moves = list(self._move(finite, fits, self._pending()))
-        self._iterations += 1
         steps, last = self._counters[STEPS], self._pending()
         blank = None if last is None else last.blank
         steps += 1 if blank is None else ~blank
@@ -152,6 +151,25 @@ class GradScaler(Applying):
         self._followers.take(record)
         self._events.deliver()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
+        """Takes over a checkpoint: ours, torch's, or that of a peer (see gradscale/foreign.py).
+
+        Args:
+            state_dict: What `state_dict()` gave, here, in torch, Apex, DeepSpeed, Megatron, Flax,
+                Keras or jmp.
+            settings: Whether to take the settings as well, as torch does. False keeps the settings
+                of this scaler and takes the scale and the counters alone.
+
+        Raises:
+            StateError: It cannot be read; nothing was loaded.
+        """
+        super().load_state_dict(state_dict, settings=settings)
+        if self._enabled:
+            # What is still on its way, and counted, is of the run that this one leaves.
+            self._events.forget()
+            self._followers.forget()
+            self._rows.clear()
+
     # Telling.
 
     def on(self, event: str, callback: Callable[[Event], object]) -> None:
@@ -160,7 +178,7 @@ class GradScaler(Applying):
         "skip": a step was not applied; "recover": the first that is applied again; "stuck": too
         many skips in a row; "grow", "backoff": the scale moved; "floor": it reached its floor.
         Events come in order and without waiting for the device, so late by as much as it is behind;
-        call `flush()` at the end of a run.
+        call `flush()` at the end of a run. Copies and checkpoints of the scaler have no callbacks.
         """
         self._events.on(event, callback)
 

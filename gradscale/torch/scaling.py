@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscale.policy import Dynamic
-from gradscale.torch.keeper import ScaleKeeper
+from gradscale.torch.keeper import ScaleKeeper, check_loss_id
 from gradscale.torch.losses import backward_alone
 from gradscale.torch.outcome import Measured, StepOutcome
 from gradscale.torch.unscale import clear, move, params_with_grad, readable, values_of
@@ -36,7 +36,7 @@ NOT_SAVED = (
     "_window",
     "_made",
     "_scaled_losses",
-    "_iterations",
+    "_looks",
     "_seen",
     "_skips",
     "_outcomes",
@@ -62,8 +62,8 @@ class Scaling(ScaleKeeper):
         self._made: Window | None = None
         """Where the last backward pass came from."""
         self._scaled_losses = 0
-        self._iterations = 0
-        """How often `update()` was called since the scaler was made or loaded."""
+        self._looks: MutableMapping[Optimizer, int] = WeakIdKeyDictionary()
+        """How many steps of an optimizer could have measured what underflows."""
         # By id, because an optimizer, or a wrapper of one, need not be hashable.
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._skips: list[tuple[weakref.ref[Optimizer], Window, Tensor]] = []
@@ -80,7 +80,7 @@ class Scaling(ScaleKeeper):
         )
         self._fits: dict[int, Tensor] = {}
         self._measured: dict[int, Measured] = defaultdict(Measured)
-        self._iteration: list[tuple[int, StepOutcome]] = []
+        self._iteration: list[tuple[tuple[int, ...], StepOutcome]] = []
         # torch's names key by id(optimizer); holding the optimizer keeps its id from being reused.
         self._held: dict[int, Optimizer] = {}
         self._unscaled_in: dict[int, Window] = {}
@@ -133,6 +133,10 @@ class Scaling(ScaleKeeper):
             kwargs: For `torch.autograd.backward`.
         """
         losses = [loss] if isinstance(loss, Tensor) else list(loss)
+        if not losses or not all(isinstance(one, Tensor) for one in losses):
+            what = ", ".join(type(one).__name__ for one in losses) or "nothing"
+            raise ValueError(f"backward() takes a tensor or an iterable of tensors, got {what}.")
+        check_loss_id(loss_id)
         if loss_id == 0 or not self._enabled:
             torch.autograd.backward([self.scale(one) for one in losses], **kwargs)
             return

@@ -18,7 +18,7 @@ from gradscale.torch.checking import Checking
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
 from gradscale.torch.follow import Followers
-from gradscale.torch.outcome import Culprit, Names, StepOutcome, counted, event_on, told_by
+from gradscale.torch.outcome import Blame, Names, StepOutcome, counted, event_on, told_by
 from gradscale.torch.scaling import capturing
 from gradscale.torch.unscale import params_with_grad, read, readable, values_of
 from gradscale.torch.window import Fate, Window
@@ -43,7 +43,7 @@ class Stepping(Checking):
         self._followers.catch_up()
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
-            self._tell_of_plain_step([optimizer])
+            self._tell_of_plain_step([optimizer], result)
             return result
         closure, others, named = _take_closure(args, kwargs)
         if closure is not None:
@@ -123,7 +123,7 @@ class Stepping(Checking):
             self._record(optimizer, run.reading, OptState.UNSCALED)
         window = self._use(optimizer, "step", (OptState.UNSCALED,))
         window.mark(params_with_grad(optimizer))
-        self._finish([optimizer], window, self._skipped(optimizer))
+        self._finish([optimizer], window, self._skipped(optimizer), returned=result)
         return result
 
     def _step_nothing(self, optimizers: Sequence[Optimizer], window: Window) -> None:
@@ -148,6 +148,7 @@ class Stepping(Checking):
         window: Window,
         skipped: Tensor,
         nothing: bool = False,
+        returned: Any = None,
     ) -> None:
         """Ends a step that all of `optimizers` took together, and says what became of it."""
         measured = self._measured[id(optimizers[0])]
@@ -171,7 +172,8 @@ class Stepping(Checking):
             skipped_in_a_row=self._count_row(optimizers, skipped),
             _format=self._format,
             _floor=getattr(self._policy, "min_scale", 0.0),
-            _bad=self._culprits(optimizers, skipped),
+            loss=returned,
+            _blame=self._blame(optimizers, window, skipped),
             _nothing=nothing,
             _done=_mark_in_stream(skipped),
         )
@@ -193,21 +195,24 @@ class Stepping(Checking):
             row.copy_(count)  # in place, so that a CUDA graph counts on
         return count
 
-    def _culprits(
-        self, optimizers: Sequence[Optimizer], skipped: Tensor
-    ) -> Callable[[], list[Culprit]]:
+    def _blame(
+        self, optimizers: Sequence[Optimizer], window: Window, skipped: Tensor
+    ) -> Callable[[], Blame]:
         """What finds the parameters to blame, now where the host knows, else when it is asked."""
         params = [p for optimizer in optimizers for p in params_with_grad(optimizer)]
         if readable(skipped):
             if not skipped:
-                return list
+                return partial(Blame, [], None)
             names = self._names.of(optimizers)
-            return partial(list, counted(names, {id(p): p for p in params}.values()))
+            unscaled = self._stage(optimizers[0]) is OptState.UNSCALED
+            left = float(window.scale) if unscaled else 1.0
+            blame = counted(names, {id(p): p for p in params}.values(), left)
+            return lambda: blame
         refs = [weakref.ref(optimizer) for optimizer in optimizers]
         peaks = self._measured[id(optimizers[0])].peaks
         complete = len(params) == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
 
-        def find() -> list[Culprit]:
+        def find() -> Blame:
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
             owners = [p for o in alive for g in o.param_groups for p in g["params"]]
             unique = {id(p): p for p in owners} if complete else {}
@@ -215,11 +220,11 @@ class Stepping(Checking):
 
         return find
 
-    def _tell_of_plain_step(self, optimizers: Sequence[Optimizer]) -> None:
+    def _tell_of_plain_step(self, optimizers: Sequence[Optimizer], returned: Any = None) -> None:
         """Says that a disabled scaler has stepped."""
         yes = torch.ones((), dtype=torch.bool)
         outcome = StepOutcome(
-            applied=yes, finite=yes, fits=yes, loss_finite=yes, scale=torch.ones(())
+            applied=yes, finite=yes, fits=yes, loss_finite=yes, scale=torch.ones(()), loss=returned
         )
         self._tell(optimizers, outcome)
 
@@ -227,7 +232,7 @@ class Stepping(Checking):
         """Keeps `outcome` for whoever asks, as long as an optimizer lives."""
         for optimizer in optimizers:
             self._outcomes[optimizer] = outcome
-            self._iteration.append((id(optimizer), outcome))
+        self._iteration.append((tuple(map(id, optimizers)), outcome))
         self._last_outcome = outcome
 
     def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
@@ -235,7 +240,8 @@ class Stepping(Checking):
         outcome = self._last_outcome if optimizer is None else self._outcomes.get(optimizer)
         if outcome is None:
             raise CallOrderError(
-                "outcome() was called before step(). Call scaler.step(optimizer) first."
+                "outcome() was called before a step. Call scaler.apply(optimizer) or "
+                "scaler.step(optimizer) first."
             )
         return outcome
 

@@ -154,7 +154,7 @@ def test_11_a_diagnosis_tells_a_bad_forward_pass_from_an_overflow_and_names_the_
             return self.second(hidden).sum()
 
     def outcome(forward: float, backward: float) -> Any:
-        model, scaler = Net(), GradScaler("cpu")
+        model, scaler = Net(), GradScaler("cpu", init_scale=16.0)
         scaler.name(model)
         scaler.backward(model(torch.ones(1, 2), forward, backward))
         return scaler.apply(SGD(model.parameters(), lr=0.1))

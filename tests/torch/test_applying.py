@@ -166,7 +166,7 @@ def test_gradients_unscaled_and_edited_before_are_read_again() -> None:
     scaler.backward(slope(w, [1.0]))
     scaler.unscale_(optimizer)
     w.grad.fill_(math.nan)
-    assert scaler.apply(optimizer).verdict() == "NaN at any scale"
+    assert scaler.apply(optimizer).verdict() == "scale too low"
     assert w.item() == -3.0
     assert scaler.get_scale() == 4.0
 
@@ -189,7 +189,7 @@ def test_a_closure_is_evaluated_with_unscaled_clipped_gradients() -> None:
         scaler.backward(loss)
         return loss
 
-    assert scaler.apply(optimizer, closure=closure)
+    assert scaler.apply(optimizer, closure=closure).loss.detach() == 25.0
     assert scaler.apply(optimizer, closure=closure, clip_norm=0.5)
     assert seen == [[3.0, 4.0], pytest.approx([0.3, 0.4], rel=1e-6)]
     scaler = GradScaler("cpu", enabled=False)
@@ -256,7 +256,12 @@ def test_a_disabled_scaler_clips_and_steps() -> None:
         {"clip_norm": 0.0},
         {"clip_norm": math.nan},
         {"clip_value": -1.0},
+        {"clip_norm": "1"},
+        {"clip_norm": True},
         {"optimizers": []},
+        {"optimizers": None},
+        {"optimizers": torch.nn.Linear(1, 1)},
+        {"optimizers": [torch.nn.Linear(1, 1)]},
         {"optimizers": 2},
         {"optimizers": 2, "closure": lambda: None},
     ],
@@ -284,6 +289,17 @@ def test_apply_without_a_backward_pass_is_an_error() -> None:
     scaler.apply(optimizer)
     with pytest.raises(CallOrderError, match="no new gradients"):
         scaler.apply(optimizer)
+
+
+def test_a_loss_that_was_not_scaled_is_an_error() -> None:
+    scaler, w = GradScaler("cpu"), parameter(1.0)
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    w.sum().backward()
+    with pytest.raises(CallOrderError, match=r"instead of loss\.backward"):
+        scaler.apply(optimizer)
+    assert w.item() == 0.0
 
 
 def test_an_optimizer_without_gradients_beside_one_with_some() -> None:

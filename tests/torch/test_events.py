@@ -90,7 +90,7 @@ def test_each_optimizer_is_stuck_for_itself() -> None:
 def stuck(loss: Any, **settings: Any) -> Run:
     run = Run(OURS, weight=0.0, **settings)
     run.scaler.name(run.model)
-    run.train(*[1.0] * 5, loss=loss)
+    run.train(*[1.0] * 22, loss=loss)
     return run
 
 
@@ -104,17 +104,19 @@ def nowhere(outputs: torch.Tensor) -> torch.Tensor:
     [
         (lambda y: y.sum() * math.nan, {}, "loss itself is not finite"),
         (root, {"min_scale": 2.0**16}, "smallest scale"),
-        (nowhere, {}, "no infinite ones"),
+        (nowhere, {"stuck_after": 20}, "a lower scale does not cure"),
         (root, {}, "still falling"),
     ],
 )
 def test_a_stuck_run_is_diagnosed_in_words(loss: Any, settings: Any, words: str) -> None:
+    given = {"stuck_after": 3, **settings}
     with pytest.raises(StuckError, match="weight") as caught:
-        stuck(loss, on_stuck="raise", stuck_after=3, **settings)
+        stuck(loss, on_stuck="raise", **given)
     assert words in str(caught.value)
-    with pytest.warns(UserWarning, match="3 steps in a row were skipped"):
-        stuck(loss, on_stuck="warn", stuck_after=3, **settings)
-    assert stuck(loss, on_stuck="ignore", stuck_after=3, **settings).scaler.history
+    with pytest.warns(UserWarning, match=f"{given['stuck_after']} steps in a row") as warned:
+        stuck(loss, on_stuck="warn", **given)
+    assert warned[0].filename.endswith("one_weight.py")  # where update() was called
+    assert stuck(loss, on_stuck="ignore", **given).scaler.history
 
 
 def test_the_warning_comes_once_for_each_time_it_is_stuck() -> None:
@@ -155,6 +157,36 @@ def test_a_callback_that_raises_loses_no_event() -> None:
     assert events == []
     scaler.flush()
     assert [event.name for event in events] == ["backoff"]
+
+
+def test_one_step_of_several_optimizers_is_told_once() -> None:
+    scaler = GradScaler("cpu", stuck_after=2, init_scale=8.0)
+    params = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=1.0) for w in params]
+
+    def step() -> None:
+        scaler.backward(params[0].sum() + params[1].sum())
+        params[1].grad.fill_(math.inf)
+        scaler.apply(optimizers)
+
+    step()
+    with pytest.warns(UserWarning, match="2 steps in a row") as warned:
+        step()
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    names = [name for _, _, name in scaler.history]
+    assert names == ["skip", "backoff", "skip", "stuck", "backoff"]
+
+
+def test_a_load_drops_what_is_of_another_run() -> None:
+    run = Run(OURS, weight=0.0, on_stuck="raise", stuck_after=3)
+    saved = run.scaler.state_dict()
+    run.train(1.0, 1.0, loss=root)
+    run.scaler.load_state_dict(saved)
+    run.train(1.0, 1.0, loss=root)
+    assert int(run.scaler.outcome().skipped_in_a_row) == 2
+    with pytest.raises(StuckError):
+        run.train(1.0, loss=root)
 
 
 def test_history_is_bounded() -> None:

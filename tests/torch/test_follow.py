@@ -101,9 +101,48 @@ def test_followers_of_a_disabled_scaler_follow_every_step() -> None:
     assert scheduler.last_epoch == 2
 
 
-def test_a_follower_must_be_callable_or_have_a_step() -> None:
-    with pytest.raises(SettingError, match="got float"):
-        GradScaler("cpu").follow(0.5)
+def test_a_follower_must_be_callable_without_arguments() -> None:
+    scaler, optimizer = GradScaler("cpu"), SGD([torch.zeros(1)], lr=1.0)
+    model = torch.nn.Linear(1, 1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for wrong in (0.5, AveragedModel(model), model, plateau, lambda x: x):
+        with pytest.raises(SettingError, match="lambda"):
+            scaler.follow(wrong)
+    scaler.follow(lambda: plateau.step(0.5), lambda x=1: x)
+
+
+def test_a_follower_of_an_optimizer_that_is_gone_rests() -> None:
+    scaler, w = GradScaler("cpu"), torch.zeros(1, requires_grad=True)
+    calls: list[int] = []
+    scaler.follow(lambda: calls.append(1), optimizer=SGD([w], lr=1.0))
+    step(scaler, w, SGD([w], lr=1.0), True)
+    scaler.flush()
+    assert calls == []
+
+
+def test_a_follower_that_raises_holds_up_no_other() -> None:
+    scaler, w = GradScaler("cpu"), torch.zeros(1, requires_grad=True)
+    calls: list[int] = []
+
+    def fail() -> None:
+        raise KeyError
+
+    scaler.follow(fail, lambda: calls.append(1))
+    step(scaler, w, SGD([w], lr=1.0), True)
+    with pytest.raises(KeyError):
+        scaler.flush()
+    scaler.flush()
+    assert calls == [1]
+
+
+def test_a_load_drops_what_is_due() -> None:
+    scaler, w = GradScaler("cpu"), torch.zeros(1, requires_grad=True)
+    optimizer, calls = SGD([w], lr=1.0), []
+    scaler.follow(lambda: calls.append(1))
+    step(scaler, w, optimizer, True)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.flush()
+    assert calls == []
 
 
 @pytest.mark.gpu

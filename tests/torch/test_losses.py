@@ -194,7 +194,7 @@ def test_apex_losses_become_losses_of_ours() -> None:
 
 def test_a_bad_loss_id_is_an_error() -> None:
     scaler, w = GradScaler("cpu"), parameter(0.0)
-    for wrong in (1.5, True, None, (1,)):
+    for wrong in (1.5, True, False, None, (1,)):
         with pytest.raises(SettingError, match="loss_id"):
             scaler.backward(w.sum(), loss_id=wrong)  # type: ignore[arg-type]
     assert w.grad is None

@@ -44,6 +44,13 @@ def test_backward_takes_one_loss_or_several() -> None:
     assert w.grad.tolist() == [16.0]
 
 
+@pytest.mark.parametrize("wrong", [[], {"loss": 1.0}, ["loss"], [None]])
+@pytest.mark.parametrize("loss_id", [0, 1])
+def test_backward_of_anything_else_is_an_error(wrong: object, loss_id: int) -> None:
+    with pytest.raises(ValueError, match="backward"):
+        GradScaler("cpu").backward(wrong, loss_id=loss_id)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_backward_passes_of_one_window_have_one_scale(device: str) -> None:
     scaler, w = GradScaler(device, init_scale=4.0), parameter(1.0, device=device)

@@ -89,7 +89,7 @@ def sums(y: Tensor) -> Tensor:
         ("applied", sums, 8.0, 1.0),
         ("loss not finite", lambda y: (y * math.inf).sum(), 8.0, 1.0),
         ("stuck at the floor", root, 2.0**-14, 1.0),
-        ("NaN at any scale", lambda y: (y.sqrt() * 0.0).sum(), 8.0, 1.0),
+        ("scale too high", lambda y: (y.sqrt() * 0.0).sum(), 8.0, 1.0),  # who knows
         ("scale too high", sums, 8.0, 2.0**126),
         ("scale too high", root, 8.0, 1.0),
     ],
@@ -104,6 +104,44 @@ def test_verdicts(
     assert outcome.verdict() == verdict
     assert bool(outcome) is (verdict == "applied")
     assert verdict in repr(outcome)
+
+
+def test_nan_is_an_overflow_until_lower_scales_do_not_help() -> None:
+    # Overflows of both signs: infinity minus infinity is all that is left in the gradients.
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    scaler, optimizer = GradScaler("cpu", init_scale=2.0**12), SGD(model.parameters(), lr=0.0)
+    x = torch.randn(64, 8)
+    verdicts = []
+    for _ in range(20):
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = model(x)
+        scaler.backward(nn.functional.mse_loss(y.float(), x.sum(1, keepdim=True) * 3e4))
+        verdicts.append(scaler.apply(optimizer).verdict())
+    first = verdicts.index("applied")
+    assert first > 8
+    assert verdicts == ["scale too high"] * first + ["applied"] * (20 - first)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("two_calls", [False, True])
+def test_nan_beside_small_finite_gradients_is_no_overflow(fused: bool, two_calls: bool) -> None:
+    model, scaler = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), GradScaler("cpu")
+    optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+    verdicts = []
+    for _ in range(25):
+        hidden = model[0](torch.ones(1, 2))
+        hidden.register_hook(lambda grad: grad * math.nan)
+        scaler.backward(model[1](hidden).sum())
+        if two_calls:
+            scaler.apply(optimizer)
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        verdicts.append(scaler.outcome().verdict())
+    # The bias has a gradient of 1, so 2**5 is the first scale with ten binades of headroom.
+    assert verdicts == ["scale too high"] * 11 + ["NaN at any scale"] * 14
 
 
 def test_what_does_not_fit_is_a_scale_too_low() -> None:
