@@ -54,7 +54,8 @@ class Applying(Stepping):
             clip_value: The largest magnitude that an element may have; taken before `clip_norm`.
             closure: For LBFGS and the like, with one optimizer: computes the loss, calls
                 `scaler.backward(loss)` and returns the loss.
-            zero_grad: Whether to clear the gradients afterwards, applied or not.
+            zero_grad: Whether to clear the gradients afterwards, applied or not. If not, do so
+                before the next backward pass: they are unscaled, and it would add scaled ones.
         """
         given: Any = optimizers
         alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
@@ -121,8 +122,10 @@ class Applying(Stepping):
             values = values_of(params)
             self._measure_underflow(optimizers, values, window)
         else:
-            self._unscale_all(optimizers, window)
             values = values_of(params)
+            if all(self._stage(optimizer) is OptState.READY for optimizer in optimizers):
+                self._measure_underflow(optimizers, values, window)
+            self._unscale_all(optimizers, window)
         inv_scale = window.inv_scale if scaled else torch.ones_like(window.scale)
         reading, norm = read_all(values, inv_scale)
         for optimizer in optimizers:
@@ -133,28 +136,32 @@ class Applying(Stepping):
         skipped = torch.stack([self._skipped(optimizer) for optimizer in optimizers]).any()
         total, factor = clipping(norm, inv_scale, math.inf if clip_norm is None else clip_norm)
         self._note(optimizers, torch.where(skipped, math.nan, total), reading.amax, scaled, window)
-        if clip_value is not None:
-            clamp(values, clip_value)
-            if clip_norm is not None:
-                factor = clipping(read_norm(values, inv_scale)[1], inv_scale, clip_norm)[1]
         capable = all(map(is_capable, optimizers))
         unshared = len(params) == sum(map(len, lists))
-        scale = None
         # Where the host knows, or must know, of a skip, the gradients are left as they are.
         known = readable(skipped) or not capable
         going_on = not (known and skipped)
+        if clip_value is not None and going_on:
+            clamp(values, clip_value)
+            if clip_norm is not None:
+                factor = clipping(read_norm(values, inv_scale)[1], inv_scale, clip_norm)[1]
+        scale = None
         if scaled and capable and unshared:
             # The quotient of a window without clipping is exact; with it, rounded like any other.
-            scale = window.scale if clip_norm is None else factor.reciprocal()
+            scale = window.scale if clip_norm is None else factor.reciprocal().float()
         elif going_on and (scaled or clip_norm is not None):
             multiply(values, torch.where(skipped, inv_scale, factor))
+            for optimizer, each in zip(optimizers, lists, strict=True):
+                # An optimizer that raises can be asked again.
+                self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+                self._mark_unscaled(optimizer, window, each)
         for optimizer in optimizers if going_on or capable else ():
             if is_capable(optimizer):
                 step_on_device(optimizer, scale, skipped, (), {})
             else:
                 optimizer.step()
         for optimizer, each in zip(optimizers, lists, strict=True) if keep else ():
-            if scale is None:
+            if scale is None:  # or still scaled, if it was skipped: then they will be cleared
                 self._mark_unscaled(optimizer, window, each)
             else:
                 self._mark_stepped(optimizer, window, skipped)
@@ -166,7 +173,7 @@ class Applying(Stepping):
             if self._stage(optimizer) is OptState.UNSCALED:
                 self._recheck(optimizer, window)
             else:
-                self._unscale(optimizer, window)
+                self._unscale(optimizer, window, measure=False)
 
     def _note(
         self,

@@ -17,16 +17,20 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
+from gradscale.torch.outcome import Blame, Names, culprits
 from gradscale.torch.scaling import Scaling, capturing
 from gradscale.torch.unscale import (
     Reading,
     Values,
     clipping,
+    count_bad,
+    finite_amax,
     move,
     multiply,
     params_with_grad,
     read,
     read_norm,
+    readable,
     underflow,
     unscale,
     values_of,
@@ -38,6 +42,7 @@ class Checking(Scaling):
     """Gradients divided by their scale, and what they were like."""
 
     _format: Format
+    _names: Names
     _underflow_every: int
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -81,7 +86,7 @@ class Checking(Scaling):
             if nothing_new and (params or had):
                 raise CallOrderError(
                     f"{call}() was called, but there are no new gradients since the last step. "
-                    "Call scaler.scale(loss).backward() first."
+                    "Call scaler.backward(loss) or scaler.scale(loss).backward() first."
                 )
             if window is None or (had and not window.begun_since(optimizer)):
                 window = self._made = self._renew()  # scaled by hand, with get_scale(), or zeros
@@ -97,12 +102,13 @@ class Checking(Scaling):
         states = self._per_optimizer_states  # a defaultdict: only looking must not make an entry
         return states[id(optimizer)]["stage"] if id(optimizer) in states else OptState.READY
 
-    def _unscale(self, optimizer: Optimizer, window: Window) -> None:
+    def _unscale(self, optimizer: Optimizer, window: Window, measure: bool = True) -> None:
         """Unscales in place and records what was found."""
         params = params_with_grad(optimizer)
         fresh, other = window.split(params)
         values = values_of(fresh)
-        self._measure_underflow([optimizer], values, window)
+        if measure:
+            self._measure_underflow([optimizer], values, window)
         self._record(optimizer, unscale(values, window.inv_scale), OptState.UNSCALED)
         if other:
             one = torch.ones_like(window.scale)
@@ -110,6 +116,19 @@ class Checking(Scaling):
                 left = one if mark.left is None else mark.left
                 self._record(optimizer, unscale(values_of([param]), left), OptState.UNSCALED)
         self._mark_unscaled(optimizer, window, params)
+        skipped = self._skipped(optimizer)
+        if readable(skipped) and skipped:
+            # Clipping may turn one infinity into NaN everywhere, so look before it does.
+            self._measured[id(optimizer)].blame = self._look([optimizer], window, unscaled=True)
+
+    def _look(self, optimizers: Sequence[Optimizer], window: Window, unscaled: bool) -> Blame:
+        """What the gradients of `optimizers` say, looked at one by one."""
+        params = {id(p): p for o in optimizers for p in params_with_grad(o)}
+        bad = count_bad(params.values(), None if unscaled else window.inv_scale)
+        for own in window.losses.values():
+            bad |= {key: counts for key, counts in own.bad.items() if key in params}
+        amax = finite_amax(params.values()) * (float(window.scale) if unscaled else 1.0)
+        return Blame(culprits(self._names.of(optimizers), bad), amax)
 
     def _record(self, optimizer: Optimizer, reading: Reading, stage: OptState) -> None:
         """Adds `reading` to what is known of the gradients of `optimizer` in this iteration."""
@@ -170,8 +189,8 @@ class Checking(Scaling):
         before = self._found(self._found_inf_per_device(optimizer))
         spoilt = self._found(reading.found_inf) & ~before
         amax = self._measured[id(optimizer)].amax  # of the scaled ones
-        edited = Reading({}, reading.fits & ~spoilt, amax, reading.peaks)
-        self._record(optimizer, edited, OptState.UNSCALED)
+        self._measured[id(optimizer)].edited |= reading.peaks or {}
+        self._record(optimizer, Reading({}, reading.fits & ~spoilt, amax), OptState.UNSCALED)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """The 2-norm of the unscaled gradients, after unscaling and clipping them in place.

@@ -101,6 +101,8 @@ class ClosureStep:
         self._evaluations += 1
         self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale)
         found = any(map(bool, self.reading.found_inf.values()))
+        # A loss with a scale of its own that overflowed has left zeros behind.
+        found |= any(not own.finite for own in window.losses.values() if own.reaches(optimizer))
         loss_finite = bool(torch.isfinite(torch.as_tensor(loss)).all())
         if loss_finite and not found and bool(self.reading.fits):
             if self._edit is not None:

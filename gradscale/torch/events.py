@@ -9,16 +9,16 @@ and late, by as much as the device is behind the host; on the CPU they come at o
 from __future__ import annotations
 
 import struct
-import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradscale.errors import SettingError, StuckError
+from gradscale.errors import SettingError, StuckError, caller_level
 from gradscale.torch.outcome import StepOutcome, event_on
 from gradscale.torch.unscale import move, readable
 
@@ -37,8 +37,8 @@ _DIAGNOSIS = {
     "a root or a logarithm of 0 in the backward pass of the parameters named here",
     "scale too low": "gradients are finite, but too large for the format they are stored in once "
     "unscaled: they have exploded, or were spoilt after unscale_()",
-    "scale too high": "gradients overflow, and the scale is still falling: if it does not find a "
-    "level soon, the gradients have exploded",
+    "scale too high": "gradients overflow: a scale that is fixed must be set lower, one that moves "
+    "is still falling and will find a level unless the gradients have exploded",
 }
 
 
@@ -72,18 +72,18 @@ class Record:
     def __init__(
         self,
         step: Tensor,
+        scale: Tensor,
         moves: Sequence[Move],
-        outcomes: Sequence[tuple[tuple[int, ...], StepOutcome]],
+        outcomes: Sequence[tuple[frozenset[int], StepOutcome]],
     ) -> None:
         self.moves = moves
         self.outcomes = outcomes
         """Every step since the last `update()`, with the ids of its optimizers."""
         device = step.device
         numbers = [step]
-        for scale_move in moves:
-            for value in (scale_move.before, scale_move.after):
-                # Bits travel unharmed; a float64 that holds both is not there on every device.
-                numbers.append(move(value, device).view(torch.int32))
+        for value in [scale, *(at for one in moves for at in (one.before, one.after))]:
+            # Bits travel unharmed; a float64 that holds both is not there on every device.
+            numbers.append(move(value, device).view(torch.int32))
         for _, outcome in outcomes:
             numbers += [outcome.applied, outcome.loss_finite, outcome.skipped_in_a_row]
         sent = torch.stack([move(number, device).to(torch.int32) for number in numbers])
@@ -103,11 +103,12 @@ class Record:
         if self._arrived is not None:
             self._arrived.synchronize()
         step, *rest = self._numbers.tolist()
-        cut = 2 * len(self.moves)
-        scales = struct.unpack(f"{cut}f", struct.pack(f"{cut}i", *rest[:cut]))
+        cut = 1 + 2 * len(self.moves)
+        scale, *scales = struct.unpack(f"{cut}f", struct.pack(f"{cut}i", *rest[:cut]))
         steps = [rest[i : i + _PER_STEP] for i in range(cut, len(rest), _PER_STEP)]
         return Told(
             step,
+            scale,
             list(zip(scales[::2], scales[1::2], strict=True)),
             [(bool(applied), bool(finite), row) for applied, finite, row in steps],
         )
@@ -117,6 +118,8 @@ class Told(NamedTuple):
     """A record that has arrived."""
 
     step: int
+    scale: float
+    """Of loss 0, from here on."""
     scales: list[tuple[float, float]]
     """Before and after, for every move."""
     steps: list[tuple[bool, bool, int]]
@@ -137,8 +140,8 @@ class Events:
         """(step, scale, event), oldest first."""
         self.listeners: dict[str, list[Callable[[Event], object]]] = defaultdict(list)
         self._records: deque[Record] = deque(maxlen=_HISTORY)
-        self._due: deque[Event] = deque()
-        self._down: set[tuple[int, ...]] = set()
+        self._due: deque[Callable[[], object]] = deque()
+        self._down: set[frozenset[int]] = set()
         """The optimizers whose last step was skipped."""
 
     def on(self, name: str, callback: Callable[[Event], object]) -> None:
@@ -160,20 +163,25 @@ class Events:
     def deliver(self, wait: bool = False) -> None:
         """Tells of every record that has arrived, or, with `wait`, of all of them.
 
-        A callback that raises stops this; the events behind it are delivered the next time.
+        A callback that raises stops this; the others are called the next time.
         """
         while True:
             while self._due:
-                self._tell(self._due.popleft())
+                self._due.popleft()()
             if not self._records or not (wait or self._records[0].arrived()):
                 return
             record = self._records.popleft()
-            self._due.extend(self._events(record, record.read()))
+            for event in self._events(record, record.read()):
+                self.history.append((event.step, event.scale, event.name))
+                for callback in self.listeners[event.name]:
+                    self._due.append(partial(callback, event))
+                if event.name == "stuck" and self.on_stuck != "ignore":
+                    self._due.append(partial(self._complain, event))
 
     def _events(self, record: Record, told: Told) -> list[Event]:
         """What `record` amounts to, in order."""
         events = []
-        scale = told.scales[0][1] if told.scales else 1.0
+        scale = told.scale
         for (key, outcome), (applied, _, row) in zip(record.outcomes, told.steps, strict=True):
             if not applied:
                 events.append(Event("skip", told.step, scale, outcome))
@@ -192,25 +200,12 @@ class Events:
                 events.append(Event("floor", told.step, after, last, scale_move.loss_id))
         return events
 
-    def _tell(self, event: Event) -> None:
-        """Notes `event` and calls whoever listens."""
-        self.history.append((event.step, event.scale, event.name))
-        for callback in tuple(self.listeners[event.name]):
-            callback(event)
-        if event.name != "stuck" or self.on_stuck == "ignore":
-            return
+    def _complain(self, event: Event) -> None:
+        """Raises or warns, with a diagnosis."""
         text = diagnosis(event, self.stuck_after)
         if self.on_stuck == "raise":
             raise StuckError(text)
-        warnings.warn(text, stacklevel=_levels_to_the_caller())
-
-
-def _levels_to_the_caller() -> int:
-    """How many calls up from here, as `warn` counts, the code outside this package is."""
-    levels, frame = 0, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("gradscale."):
-        levels, frame = levels + 1, frame.f_back
-    return levels + 1
+        warnings.warn(text, stacklevel=caller_level())
 
 
 def diagnosis(event: Event, count: int) -> str:
@@ -224,6 +219,6 @@ def diagnosis(event: Event, count: int) -> str:
     named = f" Gradients that are not finite: {shown}{more}." if culprits else ""
     return (
         f"{count} steps in a row were skipped, the last at scale {float(event.outcome.scale):g} "
-        f"({verdict}): {_DIAGNOSIS[verdict]}.{named} Set on_stuck to 'ignore' to be left alone, to "
-        "'raise' to stop here."
+        f"({verdict}): {_DIAGNOSIS[verdict]}.{named} What happens after how many is up to on_stuck "
+        "and stuck_after."
     )

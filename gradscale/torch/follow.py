@@ -33,7 +33,8 @@ class Followers:
 
     def __init__(self) -> None:
         self._followers: list[_Follower] = []
-        self._record: Record | None = None
+        self._late: tuple[Record, list[_Follower]] | None = None
+        """The last record, and who followed then."""
         self._due: deque[Callable[[], object]] = deque()
 
     def add(self, thing: Any, optimizer: Optimizer | None, wait: bool) -> None:
@@ -45,33 +46,39 @@ class Followers:
                 "follow() takes functions without arguments and objects whose step() needs none, "
                 f"got {type(thing).__name__}. Wrap the call that you want in a lambda."
             )
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise SettingError(
+                f"optimizer must be one that the scaler steps, got {type(optimizer).__name__}."
+            )
         whose = getattr(thing, "optimizer", None) if optimizer is None else optimizer
-        ref = weakref.ref(whose) if isinstance(whose, Optimizer) else None
+        ref = weakref.ref(innermost(whose)) if hasattr(whose, "param_groups") else None
         self._followers.append(_Follower(call, ref, wait))
 
     def forget(self) -> None:
         """Drops what is still due: it is of another run."""
-        self._record = None
+        self._late = None
         self._due.clear()
 
     def take(self, record: Record) -> None:
         """Calls those that wait for `record`, and keeps it for the others."""
         self.catch_up()
-        if any(not follower.wait for follower in self._followers):
-            self._record = record
-        if any(follower.wait for follower in self._followers):
-            self._call(record, wait=True)
+        late = [follower for follower in self._followers if not follower.wait]
+        if late:
+            self._late = record, late
+        waiting = [follower for follower in self._followers if follower.wait]
+        if waiting:
+            self._call(record, waiting)
 
     def catch_up(self) -> None:
         """Calls those that do not wait, for the last record."""
-        record, self._record = self._record, None
-        if record is not None:
-            self._call(record, wait=False)
+        late, self._late = self._late, None
+        if late is not None:
+            self._call(*late)
         elif self._due:
             self._drain()
 
-    def _call(self, record: Record, wait: bool) -> None:
-        """Calls the followers of the steps in `record` that were applied."""
+    def _call(self, record: Record, followers: list[_Follower]) -> None:
+        """Calls those of `followers` whose steps in `record` were applied."""
         told = record.read()
         applied = {
             key
@@ -79,9 +86,8 @@ class Followers:
             if applied
             for key in keys
         }
-        for call, ref, waits in self._followers:
-            followed = bool(applied) if ref is None else id(ref()) in applied
-            if waits is wait and followed:
+        for call, ref, _ in followers:
+            if bool(applied) if ref is None else id(ref()) in applied:
                 self._due.append(call)
         self._drain()
 
@@ -89,6 +95,14 @@ class Followers:
         """Calls what is due; after one that raises, the others are called the next time."""
         while self._due:
             self._due.popleft()()
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside all wrappers: a scheduler knows it, where the scaler sees a wrapper."""
+    inner = getattr(optimizer, "optimizer", None)
+    while inner is not None and inner is not optimizer and hasattr(inner, "param_groups"):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
 
 
 def _wants_arguments(call: Callable[..., object]) -> bool:

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradscale import states
-from gradscale.errors import CallOrderError, SettingError, StateError
+from gradscale.errors import CallOrderError, SettingError, StateError, caller_level
 from gradscale.policy import (
     POLICIES,
     DefaultBound,
     Dynamic,
     DynamicState,
     GradStats,
+    Off,
     Policy,
     State,
 )
@@ -72,6 +75,7 @@ class ScaleKeeper(torch.amp.GradScaler):
     _enabled: bool
     _device: str
     _window: Window | None
+    _seen: dict[int, weakref.ref[Optimizer]]
 
     def _keep(self, policy: Policy) -> None:
         """Takes `policy` in its first state, on no device yet."""
@@ -232,8 +236,16 @@ class ScaleKeeper(torch.amp.GradScaler):
             window.finite = finite
             if window.blank is not None:
                 news = ~window.blank if news is None else news & ~window.blank
+            if window.own_passes and window.own_passes == window.begun:
+                # Loss 0 took no part, so its scale, which the gradients have now, can be found too
+                # high but not good enough to grow.
+                news = ~finite if news is None else news & ~finite
         stats = GradStats(finite=finite, loss_finite=loss_finite, fits=fits)
         yield self._update(0, live, stats, news)
+        yield from self._move_losses(window)
+
+    def _move_losses(self, window: Window | None) -> Iterator[Move]:
+        """Tells the policy of the losses with a scale of their own."""
         for loss_id, own in window.take_losses() if window is not None else ():
             stats = GradStats(finite=own.finite, loss_finite=own.loss_finite)
             yield self._update(loss_id, self._loss_state(loss_id), stats)
@@ -299,7 +311,8 @@ class ScaleKeeper(torch.amp.GradScaler):
         losses = {key: _taken(fields, policy, strict) for key, fields in saved.losses}
         self._policy = policy
         if self._window is not None:
-            self._window.closed = True  # the next loss takes the loaded scale
+            # The next loss takes the loaded scale, unless gradients of the old one are waiting.
+            self._window.close([ref() for ref in self._seen.values()])
         self._initial = state
         self._initial_losses = losses
         self._init_counters = {name: saved.counters.get(name, 0) for name in _COUNTERS}
@@ -313,8 +326,12 @@ class ScaleKeeper(torch.amp.GradScaler):
             live.fill_(value)
         for name, count in self._counters.items():
             count.fill_(self._init_counters[name])
-        device = self._state.scale.device
+        device, old = self._state.scale.device, self._losses
         self._losses = {key: _on_device(one, device) for key, one in losses.items()}
+        for key in old.keys() & losses.keys():
+            self._losses[key] = old[key]
+            for live, value in zip(old[key], losses[key], strict=True):
+                live.fill_(value)
 
     def _policy_of(self, saved: states.Saved) -> Policy:
         """The policy that a checkpoint asks for."""
@@ -379,6 +396,8 @@ def _plain(state: State) -> State:
 def _taken(fields: Mapping[str, Any], policy: Policy, strict: bool) -> State:
     """The state of `policy` that a checkpoint's `fields` say, its scale within the bounds."""
     first = policy.init()
+    if isinstance(policy, Off):
+        return first
     if strict and set(first._fields) != set(fields):
         odd = ", ".join(sorted(set(first._fields) ^ set(fields)))
         raise StateError(f"The state of {type(policy).__name__} lacks or does not know: {odd}.")
@@ -389,6 +408,6 @@ def _taken(fields: Mapping[str, Any], policy: Policy, strict: bool) -> State:
     if scale != state.scale:
         warnings.warn(
             f"The loaded scale {state.scale} is outside min_scale and max_scale: now {scale}.",
-            stacklevel=3,
+            stacklevel=caller_level(),
         )
     return state._replace(scale=scale)

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradscale.errors import CallOrderError
-from gradscale.torch.unscale import clear, move, multiply, read, values_of
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.unscale import (
+    clear,
+    count_bad,
+    move,
+    multiply,
+    read,
+    readable,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from gradscale.torch.window import Window
@@ -33,6 +41,10 @@ class OwnLoss:
         """bool: every gradient that it made was finite."""
         self.loss_finite = yes
         """bool: it was finite itself."""
+        self.passes = 0
+        """How many backward passes it has had."""
+        self.bad: dict[int, tuple[int, int]] = {}
+        """Infinities and NaNs by the id of the parameter, where the host could count them."""
         self.judged = False
         """Whether an `update()` has moved its scale by what is known here."""
         self._params: set[int] = set()
@@ -44,9 +56,13 @@ class OwnLoss:
 
     def note(self, params: Iterable[Tensor], found_inf: Iterable[Tensor]) -> None:
         """Remembers whose gradients it made, and whether they were finite."""
-        self._params.update(map(id, params))
+        self.passes += 1
+        there = list(params)
+        self._params.update(map(id, there))
         for flag in found_inf:
             self.finite = self.finite & (move(flag, self.scale.device) == 0)
+        if readable(self.finite) and not self.finite and not self.bad:
+            self.bad = count_bad(there)
 
     def reaches(self, optimizer: Optimizer) -> bool:
         """Whether it made gradients for `optimizer`."""
@@ -59,38 +75,58 @@ def backward_alone(
     scaled: list[Tensor], window: Window, own: OwnLoss, kwargs: Mapping[str, Any]
 ) -> None:
     """Runs the backward pass of `scaled` losses, and adds its gradients at the window's scale."""
-    leaves = _leaves(scaled, kwargs.get("inputs"))
-    before = [(leaf, leaf.grad) for leaf in leaves]
-    if window.split([leaf for leaf, grad in before if grad is not None])[1]:
-        raise CallOrderError(
-            "A loss with a loss_id would add to gradients that have another scale or are unscaled "
-            "already. Call optimizer.zero_grad() before its backward pass."
+    if kwargs.get("create_graph"):
+        raise SettingError(
+            "create_graph does not go with a loss_id: the gradients are rescaled afterwards. Use "
+            "scaler.grad() for gradient penalties."
         )
-    for leaf in leaves:
-        leaf.grad = None
+    leaves = _leaves(scaled, kwargs.get("inputs"))
+    if kwargs.get("inputs") is not None:
+        kwargs = {**kwargs, "inputs": leaves}  # it may have been a generator
+    if window.unscaled(leaves):
+        raise CallOrderError(
+            "A loss with a loss_id would add to gradients that are unscaled already. Call "
+            "optimizer.zero_grad() before its backward pass."
+        )
+    window.look_at_waiting()
+    before = [(leaf, leaf.grad, _set_aside(leaf)) for leaf in leaves]
     try:
         with torch.enable_grad():
             torch.autograd.backward(scaled, **kwargs)
     except BaseException:
-        for leaf, grad in before:
-            leaf.grad = grad
+        for leaf, grad, copy in before:
+            leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
         raise
     window.begun += 1
+    window.own_passes += 1
     window.blank = None
     made = [leaf for leaf in leaves if leaf.grad is not None]
     values = values_of(made)
     own.note(made, read(values, torch.ones_like(own.scale)).found_inf.values())
     multiply(values, window.scale / own.scale)
     clear(values, ~own.finite)
-    for leaf, grad in before:
-        if grad is None:
-            continue
-        if leaf.grad is None:
+    for leaf, grad, copy in before:
+        if copy is not None and leaf.grad is not None:
+            leaf.grad.add_(copy)
+        elif leaf.grad is None:
             leaf.grad = grad
-        elif grad.layout is torch.strided:
-            leaf.grad = grad.add_(leaf.grad)  # the same tensor: others may hold it, as DDP does
-        else:
-            leaf.grad = grad + leaf.grad
+        elif grad is not None:  # a sparse one; in a sum a dense one must come first
+            leaf.grad = leaf.grad + grad
+    window.note_added()
+
+
+def _set_aside(leaf: Tensor) -> Tensor | None:
+    """Empties the gradient of `leaf`; a copy of a dense one, which stays where it is.
+
+    Others may hold that very tensor, as DDP does, whose gradients lie in its buckets.
+    """
+    grad = leaf.grad
+    if grad is None or grad.layout is not torch.strided:
+        leaf.grad = None
+        return None
+    copy = grad.clone()
+    grad.zero_()
+    return copy
 
 
 def _leaves(outputs: list[Tensor], inputs: Any) -> list[Tensor]:
@@ -105,6 +141,11 @@ def _leaves(outputs: list[Tensor], inputs: Any) -> list[Tensor]:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and not node.next_functions:
             found[id(leaf)] = leaf
+        if node.name() == "CheckpointFunctionBackward":
+            raise CallOrderError(
+                "A loss with a loss_id cannot see the parameters inside a reentrant checkpoint. "
+                "Call checkpoint() with use_reentrant=False."
+            )
         for nearer, _ in node.next_functions:
             if nearer is not None and nearer not in seen:
                 seen.add(nearer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradscale.formats import Format
-from gradscale.torch.unscale import Peaks, readable, values_of
+from gradscale.torch.unscale import Peaks, readable
 
 
 class Culprit(NamedTuple):
@@ -34,6 +36,11 @@ class Blame(NamedTuple):
     culprits: list[Culprit]
     finite_amax: float | None
     """The largest magnitude among the scaled gradients that are finite; None if nobody knows."""
+
+
+def _innocent() -> Blame:
+    """Nobody is to blame."""
+    return Blame([], None)
 
 
 _HOPELESS = 20
@@ -75,7 +82,9 @@ class StepOutcome:
 
     _format: Format | None = None
     _floor: float = 0.0
-    _blame: Callable[[], Blame] = lambda: Blame([], None)
+    _own: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Whether each loss with a scale of its own was finite, and that scale."""
+    _blame: Callable[[], Blame] = _innocent
     _nothing: bool = False
     """Whether there was no gradient at all."""
     _done: torch.Event | None = None
@@ -111,7 +120,7 @@ class StepOutcome:
             return "no gradients"
         if not self.loss_finite:
             return "loss not finite"
-        if not self.finite and float(self.scale) <= self._floor:
+        if self._is_at_the_floor():
             return "stuck at the floor"
         if self._is_nan_for_ever():
             return "NaN at any scale"
@@ -120,6 +129,12 @@ class StepOutcome:
     def culprits(self) -> list[Culprit]:
         """The parameters whose gradients were not finite; **waits for the device**."""
         return self._blame().culprits
+
+    def _is_at_the_floor(self) -> bool:
+        """Whether a loss overflows at the smallest scale there is."""
+        others_finite = all(finite for finite, _ in self._own)
+        mine = not self.finite and others_finite and float(self.scale) <= self._floor
+        return mine or any(not f and float(scale) <= self._floor for f, scale in self._own)
 
     def _is_nan_for_ever(self) -> bool:
         """Whether there is NaN that no scale seems to cure."""
@@ -131,6 +146,11 @@ class StepOutcome:
         if amax is None or self._format is None or any(bad.infs != 0 for bad in culprits):
             return False
         return 0 < amax <= math.ldexp(self._format.max, -_ROOMY)
+
+    def __getstate__(self) -> list[Any]:
+        """Its values, with the blame settled; **waits for the device**."""
+        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return list((state | {"_blame": partial(Blame, *self._blame()), "_done": None}).values())
 
     def __repr__(self) -> str:
         if not self.ready():
@@ -155,6 +175,11 @@ class Measured:
     grad_norm: Tensor | None = None
     underflow: Tensor | None = None
     peaks: Peaks = field(default_factory=dict)
+    """The largest magnitudes of the scaled gradients, where they were not looked at one by one."""
+    edited: Peaks = field(default_factory=dict)
+    """The same of gradients that may have been changed after `unscale_()`."""
+    blame: Blame | None = None
+    """What the scaled gradients said, where the host could look at once."""
 
 
 class Names:
@@ -182,26 +207,6 @@ class Names:
         return names
 
 
-@torch.no_grad()
-def counted(names: Mapping[int, str], params: Iterable[Tensor], scale: float) -> Blame:
-    """What the gradients of `params` say, counted now; **waits for the device**.
-
-    `scale` is what is still in them when they are looked at.
-    """
-    bad, largest = [], 0.0
-    for param in params:
-        for group in values_of([param]).values():
-            value = group[0]
-            finite = torch.isfinite(value)
-            if not finite.all():
-                infs, nans = int(torch.isinf(value).sum()), int(torch.isnan(value).sum())
-                bad.append(Culprit(names[id(param)], _rank(), infs, nans))
-            sound = value[finite]
-            if sound.numel():
-                largest = max(largest, float(sound.abs().max()))
-    return Blame(bad, largest * scale)
-
-
 def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) -> Blame:
     """What the largest magnitudes of the gradients of `params` show."""
     owners: dict[Any, list[int]] = defaultdict(list)
@@ -218,6 +223,12 @@ def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) ->
             # A NaN hides the infinities beside it; both are uncounted.
             bad.append(Culprit(name, _rank(), None, None if math.isnan(peak) else 0))
     return Blame(bad, None)
+
+
+def culprits(names: Mapping[int, str], bad: Mapping[int, tuple[int, int]]) -> list[Culprit]:
+    """The parameters in `bad` by their names."""
+    known = [(names[key], *counts) for key, counts in bad.items() if key in names]
+    return [Culprit(name, _rank(), infs, nans) for name, infs, nans in known]
 
 
 def _rank() -> int:

@@ -120,13 +120,15 @@ class GradScaler(Applying):
         """
         if not self._enabled:
             if self._iteration:
-                self._announce(Record(torch.zeros((), dtype=torch.int32), [], self._iteration))
+                none = torch.zeros((), dtype=torch.int32)
+                self._announce(Record(none, torch.ones(()), [], self._iteration))
                 self._iteration = []
             return
         self._live("update()")
         moves: list[Move] = []
         if new_scale is not None:
             self._set_scale(new_scale)
+            moves = list(self._move_losses(self._pending()))
         else:
             found = self._all_found()
             if found:
@@ -136,7 +138,8 @@ class GradScaler(Applying):
         steps, last = self._counters[STEPS], self._pending()
         blank = None if last is None else last.blank
         steps += 1 if blank is None else ~blank
-        record = None if capturing() else Record(steps, moves, self._iteration)
+        scale = self._live("update()").scale.clone()
+        record = None if capturing() else Record(steps, scale, moves, self._iteration)
         self._reset()
         for window in {self._window, self._made}:
             if window is not None:

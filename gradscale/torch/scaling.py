@@ -19,7 +19,8 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradscale.policy import Dynamic
+from gradscale.errors import caller_level
+from gradscale.policy import Dynamic, State
 from gradscale.torch.keeper import ScaleKeeper, check_loss_id
 from gradscale.torch.losses import backward_alone
 from gradscale.torch.outcome import Measured, StepOutcome
@@ -80,7 +81,7 @@ class Scaling(ScaleKeeper):
         )
         self._fits: dict[int, Tensor] = {}
         self._measured: dict[int, Measured] = defaultdict(Measured)
-        self._iteration: list[tuple[tuple[int, ...], StepOutcome]] = []
+        self._iteration: list[tuple[frozenset[int], StepOutcome]] = []
         # torch's names key by id(optimizer); holding the optimizer keeps its id from being reused.
         self._held: dict[int, Optimizer] = {}
         self._unscaled_in: dict[int, Window] = {}
@@ -140,13 +141,14 @@ class Scaling(ScaleKeeper):
         if loss_id == 0 or not self._enabled:
             torch.autograd.backward([self.scale(one) for one in losses], **kwargs)
             return
-        window = self._open(losses[0])
+        window = self._open(losses[0], alone=True)
         self._scaled_losses += 1
         own = window.losses.get(loss_id)
         if own is None:
-            half = any(one.dtype is torch.float16 for one in losses)
-            scale = self._loss_state(loss_id).scale.clone()
-            own = window.add_loss(loss_id, scale.clamp_(max=_HALF_LOSS_SCALE) if half else scale)
+            state = self._loss_state(loss_id)
+            if any(one.dtype is torch.float16 for one in losses):
+                self._hold_for_half(state)
+            own = window.add_loss(loss_id, state.scale.clone())
         backward_alone([_times(one, own.scale) for one in losses], window, own, kwargs)
         if _losses_tell():
             for one in losses:
@@ -168,23 +170,36 @@ class Scaling(ScaleKeeper):
         window.note_penalty(grads)
         return tuple(None if g is None else _times(g, window.inv_scale) for g in grads)
 
-    def _open(self, output: Tensor) -> Window:
-        """The window that `output` belongs to: the open one, or a new one with the scale of now."""
+    def _open(self, output: Tensor, alone: bool = False) -> Window:
+        """The window that `output` belongs to: the open one, or a new one with the scale of now.
+
+        `alone` if the output has a scale of its own.
+        """
         if self._state is None:
             self._lazy_init_scale_growth_tracker(output.device)
         window = self._window
-        half = output.dtype is torch.float16
+        half = output.dtype is torch.float16 and not alone
         if window is None or window.closed or window.captured != capturing():
             window = self._renew(half or (window is not None and window.half))
         window.half |= half
-        if half and not self._warned_half:
+        if half:
+            self._warn_of_half()
+        return window
+
+    def _warn_of_half(self) -> None:
+        """Says once that a float16 loss limits the scale."""
+        if not self._warned_half:
             self._warned_half = True
             warnings.warn(
                 "The loss is float16, so its backward pass begins in float16 and the scale can be "
                 f"{_HALF_LOSS_SCALE:g} at most. Compute it with loss.float() to lift the limit.",
-                stacklevel=3,
+                stacklevel=caller_level(),
             )
-        return window
+
+    def _hold_for_half(self, state: State) -> None:
+        """Holds the scale of a float16 loss with a scale of its own where it can begin."""
+        self._warn_of_half()
+        state.scale.clamp_(max=max(_HALF_LOSS_SCALE, getattr(self._policy, "min_scale", 0.0)))
 
     def _renew(self, half: bool = False) -> Window:
         """A new window with the scale of now, or what a `half` loss can bear."""

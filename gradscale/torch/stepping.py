@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradscale.errors import CallOrderError
+from gradscale.errors import CallOrderError, caller_level
 from gradscale.torch.checking import Checking
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
-from gradscale.torch.follow import Followers
-from gradscale.torch.outcome import Blame, Names, StepOutcome, counted, event_on, told_by
+from gradscale.torch.follow import Followers, innermost
+from gradscale.torch.outcome import Blame, StepOutcome, event_on, told_by
 from gradscale.torch.scaling import capturing
 from gradscale.torch.unscale import params_with_grad, read, readable, values_of
 from gradscale.torch.window import Fate, Window
@@ -28,7 +28,6 @@ class Stepping(Checking):
     """Steps that take place or do not, and what became of them."""
 
     _followers: Followers
-    _names: Names
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps `optimizer` unless a gradient is not finite; what its `step()` returned, or None.
@@ -90,7 +89,7 @@ class Stepping(Checking):
             "torch deprecated optimizers whose step() takes grad_scaler. Read the attributes "
             "grad_scale and found_inf instead.",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=caller_level(),
         )
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         self._finish([optimizer], window, self._found(self._found_inf_per_device(optimizer)))
@@ -134,7 +133,7 @@ class Stepping(Checking):
             f"The step did nothing: 0 of the {total} parameters of this {names} have a gradient. "
             "If that is not meant, is the loss detached, are all parameters frozen, or was the "
             "optimizer built before the model was moved or rebuilt?",
-            stacklevel=3,
+            stacklevel=caller_level(),
         )
         skipped = torch.ones_like(window.scale, dtype=torch.bool)
         self._finish(optimizers, window, skipped, nothing=True)
@@ -157,22 +156,25 @@ class Stepping(Checking):
         for optimizer in optimizers:
             finite = finite & self._finite(optimizer)
             fits = fits & self._fits.get(id(optimizer), yes)
-        for own in window.losses.values():
-            loss_finite = own.loss_finite if loss_finite is None else loss_finite & own.loss_finite
+        for loss in window.losses.values():
+            mine = loss.loss_finite
+            loss_finite = mine if loss_finite is None else loss_finite & mine
         norm = measured.grad_norm
+        own = [loss for loss in window.losses.values() if any(map(loss.reaches, optimizers))]
         outcome = StepOutcome(
             applied=~skipped,
             finite=finite,
             fits=fits,
             loss_finite=yes if loss_finite is None else loss_finite,
             scale=window.scale,
-            grad_norm=norm,
+            grad_norm=None if norm is None else norm.float(),
             amax=measured.amax,
             underflow=measured.underflow,
             skipped_in_a_row=self._count_row(optimizers, skipped),
             _format=self._format,
             _floor=getattr(self._policy, "min_scale", 0.0),
             loss=returned,
+            _own=tuple((loss.finite, loss.scale) for loss in own),
             _blame=self._blame(optimizers, window, skipped),
             _nothing=nothing,
             _done=_mark_in_stream(skipped),
@@ -199,26 +201,33 @@ class Stepping(Checking):
         self, optimizers: Sequence[Optimizer], window: Window, skipped: Tensor
     ) -> Callable[[], Blame]:
         """What finds the parameters to blame, now where the host knows, else when it is asked."""
-        params = [p for optimizer in optimizers for p in params_with_grad(optimizer)]
         if readable(skipped):
-            if not skipped:
-                return partial(Blame, [], None)
-            names = self._names.of(optimizers)
-            unscaled = self._stage(optimizers[0]) is OptState.UNSCALED
-            left = float(window.scale) if unscaled else 1.0
-            blame = counted(names, {id(p): p for p in params}.values(), left)
-            return lambda: blame
+            blame = self._blame_now(optimizers, window) if skipped else Blame([], None)
+            return partial(Blame, *blame)
         refs = [weakref.ref(optimizer) for optimizer in optimizers]
-        peaks = self._measured[id(optimizers[0])].peaks
-        complete = len(params) == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
+        measured = self._measured[id(optimizers[0])]
+        params = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
+        complete = params == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
 
         def find() -> Blame:
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
             owners = [p for o in alive for g in o.param_groups for p in g["params"]]
             unique = {id(p): p for p in owners} if complete else {}
-            return told_by(peaks, self._names.of(alive), unique.values())
+            names = self._names.of(alive)
+            first = told_by(measured.peaks, names, unique.values())
+            return first if first.culprits else told_by(measured.edited, names, unique.values())
 
         return find
+
+    def _blame_now(self, optimizers: Sequence[Optimizer], window: Window) -> Blame:
+        """What the gradients of a step that is skipped say."""
+        kept = [self._measured[id(optimizer)].blame for optimizer in optimizers]
+        found = [blame for blame in kept if blame is not None and blame.culprits]
+        if found:
+            amaxes = [blame.finite_amax or 0.0 for blame in found]
+            return Blame([bad for blame in found for bad in blame.culprits], max(amaxes))
+        unscaled = self._stage(optimizers[0]) is OptState.UNSCALED
+        return self._look(optimizers, window, unscaled)
 
     def _tell_of_plain_step(self, optimizers: Sequence[Optimizer], returned: Any = None) -> None:
         """Says that a disabled scaler has stepped."""
@@ -232,7 +241,7 @@ class Stepping(Checking):
         """Keeps `outcome` for whoever asks, as long as an optimizer lives."""
         for optimizer in optimizers:
             self._outcomes[optimizer] = outcome
-        self._iteration.append((tuple(map(id, optimizers)), outcome))
+        self._iteration.append((frozenset(id(innermost(o)) for o in optimizers), outcome))
         self._last_outcome = outcome
 
     def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:

@@ -212,6 +212,37 @@ def clipping(norm: Norm, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Te
     return total, factor
 
 
+@torch.no_grad()
+def count_bad(
+    params: Iterable[Tensor], inv_scale: Tensor | None = None
+) -> dict[int, tuple[int, int]]:
+    """Infinities and NaNs of every gradient that has some, by the id of its parameter.
+
+    With `inv_scale` also what becomes infinite where it is stored, when multiplied by it. Waits
+    for the device.
+    """
+    bad = {}
+    for param in params:
+        for (_, dtype), group in values_of([param]).items():
+            value = group[0]
+            if inv_scale is not None:
+                value = (_widen(value) * move(inv_scale, value.device)).to(dtype)
+            if not torch.isfinite(value).all():
+                bad[id(param)] = (int(torch.isinf(value).sum()), int(torch.isnan(value).sum()))
+    return bad
+
+
+@torch.no_grad()
+def finite_amax(params: Iterable[Tensor]) -> float:
+    """The largest finite magnitude among the gradients of `params`. Waits for the device."""
+    largest = 0.0
+    for group in values_of(params).values():
+        for value in group:
+            sound = value[torch.isfinite(value)]
+            largest = max(largest, float(sound.abs().max()) if sound.numel() else 0.0)
+    return largest
+
+
 def _root(values: Values, shift: Tensor) -> Tensor:
     """The 2-norm of `values` times `shift`, in float64 if some of them are."""
     double = any(dtype is torch.float64 for _, dtype in values)

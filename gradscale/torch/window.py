@@ -97,6 +97,8 @@ class Window:
         self.blank: Tensor | None = None
         """bool: no loss was scaled, and every gradient was 0: nobody's backward pass, but somebody
         who makes an optimizer allocate its state. None where losses were scaled."""
+        self.own_passes = 0
+        """How many of the backward passes were of losses with a scale of their own."""
         self.losses: dict[int | str, OwnLoss] = {}
         """The losses that have a scale of their own."""
         self._users: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
@@ -111,15 +113,19 @@ class Window:
         """Notes that a backward pass of this window has begun; called from inside it."""
         self.begun += 1
         self.blank = None
+        self.look_at_waiting()
+        if self._waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(self.note_added)
+
+    def look_at_waiting(self) -> None:
+        """Looks at gradients that were passed by, before a backward pass may add to them."""
         # Whoever wrote to a waiting gradient before the pass, say to clear it, made it his own.
         self._waiting = {key: mark for key, mark in self._waiting.items() if mark.untouched()}
-        if self._waiting:
-            for mark in self._waiting.values():
-                # For those who clear through `.grad.data`, which leaves no trace.
-                mark.nonzero = mark.grad().any()  # type: ignore[union-attr]
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        for mark in self._waiting.values():
+            # For those who clear through `.grad.data`, which leaves no trace.
+            mark.nonzero = mark.grad().any()  # type: ignore[union-attr]
 
-    def _end(self) -> None:
+    def note_added(self) -> None:
         """Notes, when a backward pass has ended, which waiting gradients it added to."""
         for mark in self._waiting.values():
             if not mark.untouched():
@@ -137,7 +143,7 @@ class Window:
 
     def take_losses(self) -> list[tuple[int | str, OwnLoss]]:
         """The losses with a scale of their own that have not been judged yet."""
-        new = [(key, own) for key, own in self.losses.items() if not own.judged]
+        new = [(key, own) for key, own in self.losses.items() if own.passes and not own.judged]
         for _, own in new:
             own.judged = True
         return new
@@ -197,6 +203,11 @@ class Window:
         if mark is None or mark.fate is Fate.PASSED or not mark.is_of(param):
             return None
         return mark
+
+    def unscaled(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient of `params` is there that an optimizer has had, and not cleared."""
+        used = (self._used(param) for param in params)
+        return any(mark is not None and mark.fate is not Fate.CLEARED for mark in used)
 
     def known(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The `params` that still have the gradient tensor that an optimizer has had."""

@@ -461,7 +461,7 @@ class Reference(Ledger):
         clamped = scale if inside else min(max(scale, low), high)
         self.scaler.load_state_dict({**state, "scale": clamped})
         if self.opened is not None:
-            self.opened.closed = True  # the next loss takes the loaded scale
+            self.close(self.opened)  # the next loss takes the loaded scale, if nothing is waiting
         return Expected(warnings=int(not inside and self.count("validation")))
 
     def copy(self, how: str) -> Expected:

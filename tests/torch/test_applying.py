@@ -291,6 +291,52 @@ def test_apply_without_a_backward_pass_is_an_error() -> None:
         scaler.apply(optimizer)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "sgd-fused"])
+def test_an_optimizer_that_raises_can_be_asked_again(kind: str) -> None:
+    scaler, w = GradScaler("cpu", init_scale=16.0), parameter(0.0)
+    optimizer = OPTIMIZERS[kind]([w])
+    failures = [MemoryError]
+
+    def fail(*_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    optimizer.register_step_pre_hook(fail)
+    scaler.backward(w.sum())
+    with pytest.raises(MemoryError):
+        scaler.apply(optimizer)
+    assert scaler.apply(optimizer)
+    assert w.item() == -0.25
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_float64_gradients(fused: bool) -> None:
+    scaler, w = GradScaler("cpu"), parameter(0.0, 0.0, dtype=torch.float64)
+    scaler.backward(slope(w, [3.0, 4.0]))
+    outcome = scaler.apply(SGD([w], lr=1.0, fused=fused), clip_norm=2.5)
+    assert w.tolist() == pytest.approx([-1.5, -2.0], rel=1e-6)
+    assert outcome.grad_norm.dtype is torch.float32
+
+
+def test_a_load_between_backward_passes_does_not_mix_scales() -> None:
+    scaler, w = GradScaler("cpu", init_scale=64.0), parameter(0.0)
+    scaler.backward(w.sum())
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
+    scaler.backward(w.sum())
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert w.item() == -2.0
+    assert scaler.get_scale() == 16.0
+
+
+def test_underflow_is_that_of_all_optimizers_also_with_clip_value() -> None:
+    scaler = GradScaler("cpu", init_scale=1.0, underflow_every=1)
+    a, b = parameter(0.0), parameter(0.0)
+    optimizers = [SGD([a], lr=1.0), SGD([b], lr=1.0)]
+    for clip in (None, 1.0):
+        scaler.backward(slope(a, [1.0]) + slope(b, [2.0**-20]))
+        assert float(scaler.apply(optimizers, clip_value=clip).underflow) == 0.5
+
+
 def test_a_loss_that_was_not_scaled_is_an_error() -> None:
     scaler, w = GradScaler("cpu"), parameter(1.0)
     optimizer = SGD([w], lr=1.0)

@@ -159,6 +159,43 @@ def test_a_callback_that_raises_loses_no_event() -> None:
     assert [event.name for event in events] == ["backoff"]
 
 
+def test_every_listener_hears_though_one_raises_and_being_stuck_is_not_lost() -> None:
+    scaler = GradScaler("cpu", on_stuck="raise", stuck_after=1)
+    w, heard = torch.ones(1, requires_grad=True), []
+
+    def fail(event: Event) -> None:
+        raise KeyError
+
+    scaler.on("stuck", fail)
+    scaler.on("stuck", heard.append)
+    with pytest.raises(KeyError):
+        bad(scaler, w, torch.optim.SGD([w], lr=1.0), math.inf)
+    with pytest.raises(StuckError):
+        scaler.flush()
+    assert len(heard) == 1
+
+
+def test_an_update_that_sets_the_scale_tells_it() -> None:
+    scaler, w = GradScaler("cpu"), torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    scaler.backward(w.sum())
+    w.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update(1024.0)
+    assert scaler.history == [(1, 1024.0, "skip")]
+
+
+def test_optimizers_recover_together_in_any_order() -> None:
+    scaler = GradScaler("cpu", init_scale=8.0)
+    params = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    a, b = (torch.optim.SGD([w], lr=1.0) for w in params)
+    for optimizers, value in (([a, b], math.inf), ([b, a], 1.0)):
+        scaler.backward(params[0].sum() + params[1].sum())
+        params[0].grad.fill_(value)
+        scaler.apply(optimizers)
+    assert [name for _, _, name in scaler.history] == ["skip", "backoff", "recover"]
+
+
 def test_one_step_of_several_optimizers_is_told_once() -> None:
     scaler = GradScaler("cpu", stuck_after=2, init_scale=8.0)
     params = [torch.ones(1, requires_grad=True) for _ in range(2)]
@@ -217,4 +254,4 @@ def test_copies_keep_the_settings_and_not_the_listeners() -> None:
     w = torch.ones(1, requires_grad=True)
     with pytest.raises(StuckError):
         bad(twin, w, torch.optim.SGD([w], lr=1.0), math.inf)
-    assert [name for _, _, name in twin.history] == ["skip", "stuck"]
+    assert [name for _, _, name in twin.history] == ["skip", "stuck", "backoff"]

@@ -111,6 +111,42 @@ def test_a_follower_must_be_callable_without_arguments() -> None:
     scaler.follow(lambda: plateau.step(0.5), lambda x=1: x)
 
 
+class Wrapper:
+    """An optimizer as accelerate wraps it."""
+
+    def __init__(self, optimizer: SGD) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def test_a_wrapper_is_taken_for_what_is_inside() -> None:
+    scaler, w, calls = GradScaler("cpu"), torch.zeros(1, requires_grad=True), []
+    inner, other = SGD([w], lr=1.0), SGD([w], lr=1.0)
+    wrapper, scheduler = Wrapper(inner), StepLR(inner, 1)
+    scaler.follow(scheduler)
+    scaler.follow(lambda: calls.append(1), optimizer=wrapper)  # type: ignore[arg-type]
+    for optimizer in (wrapper, other, wrapper):
+        step(scaler, w, optimizer, True)
+    scaler.flush()
+    assert scheduler.last_epoch == 2
+    assert len(calls) == 2
+    with pytest.raises(SettingError, match="optimizer must be one"):
+        scaler.follow(print, optimizer=w)  # type: ignore[arg-type]
+
+
+def test_who_comes_late_does_not_follow_the_past() -> None:
+    scaler, w, calls = GradScaler("cpu"), torch.zeros(1, requires_grad=True), []
+    optimizer = SGD([w], lr=1.0)
+    scaler.follow(lambda: calls.append("old"))
+    step(scaler, w, optimizer, True)
+    scaler.follow(lambda: calls.append("new"))
+    step(scaler, w, optimizer, True)
+    scaler.flush()
+    assert calls == ["old", "old", "new"]
+
+
 def test_a_follower_of_an_optimizer_that_is_gone_rests() -> None:
     scaler, w = GradScaler("cpu"), torch.zeros(1, requires_grad=True)
     calls: list[int] = []

@@ -272,6 +272,12 @@ def test_an_empty_or_foreign_checkpoint_is_named() -> None:
     GradScaler("cpu", enabled=False).load_state_dict({})
 
 
+def test_a_scaler_that_is_off_stays_at_1() -> None:
+    off = GradScaler("cpu", policy=Off())
+    off.load_state_dict(GradScaler("cpu", init_scale=8.0).state_dict(), settings=False)
+    assert off.get_scale() == 1.0
+
+
 # Copies.
 
 

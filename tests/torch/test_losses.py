@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from gradscale import CallOrderError, SettingError
-from gradscale.torch import GradScaler
+from gradscale.torch import Culprit, GradScaler
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FINITE = st.sampled_from([0.0, 1.0, -2.0, 2.0**-40, 3.0])
@@ -102,10 +104,12 @@ def test_a_loss_that_is_not_finite_leaves_its_scale_alone() -> None:
 
 def test_a_float16_loss_of_its_own_is_capped() -> None:
     scaler, w = GradScaler("cpu", init_scale=2.0**16), parameter(1.0)
-    with pytest.warns(UserWarning, match="float16"):
+    with pytest.warns(UserWarning, match="float16") as warned:
         scaler.backward(w.half().sum(), loss_id=1)
+    assert warned[0].filename == __file__
     assert scaler.apply(SGD([w], lr=1.0))
     assert w.item() == 0.0
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [2.0**16, 2.0**15]
 
 
 def test_gradients_keep_their_tensor_and_other_losses_theirs() -> None:
@@ -130,6 +134,118 @@ def test_inputs_and_sparse_gradients() -> None:
     assert dense.grad.item() == before
 
 
+def test_gradients_in_ddps_buckets_add_up(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        for views in (False, True):
+            model = torch.nn.Linear(3, 1, bias=False)
+            ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
+            scaler = GradScaler("cpu", init_scale=4.0)
+            scaler.backward(ddp(torch.tensor([[1.0, 2.0, 3.0]])).sum())
+            scaler.backward(ddp(torch.tensor([[10.0, 20.0, 30.0]])).sum(), loss_id=1)
+            scaler.unscale_(SGD(model.parameters(), lr=1.0))
+            assert model.weight.grad.tolist() == [[11.0, 22.0, 33.0]]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_parameters_are_reached_or_refused(reentrant: bool) -> None:
+    model, w = torch.nn.Linear(2, 2), parameter(1.0, 1.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = (checkpoint(model, x, use_reentrant=reentrant) * w).sum()
+    if reentrant:
+        with pytest.raises(CallOrderError, match="use_reentrant=False"):
+            scaler.backward(loss, loss_id=1)
+    else:
+        scaler.backward(loss, loss_id=1)
+        assert model.bias.grad.tolist() == [4.0, 4.0]
+
+
+def test_a_step_with_a_closure_is_undone_when_a_loss_of_its_own_overflows() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0), parameter(1.0)
+    optimizer = SGD([w], lr=0.5, weight_decay=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (w * 2.0**126).sum()
+        scaler.backward(loss, loss_id=1)
+        return loss
+
+    assert not scaler.apply(optimizer, closure=closure)
+    assert w.item() == 1.0
+    assert scaler.get_scale(1) == 4.0
+
+
+def test_the_common_scale_grows_only_with_loss_0_and_falls_when_it_is_too_high() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0, growth_interval=1), parameter(0.0)
+    optimizer = SGD([w], lr=0.0)
+    for _ in range(5):
+        scaler.backward(w.sum(), loss_id="g")
+        assert scaler.apply(optimizer)
+    assert [scaler.get_scale(), scaler.get_scale("g")] == [8.0, 256.0]
+    for _ in range(12):
+        scaler.backward((w * 2.0**126).sum(), loss_id="g")
+        scaler.apply(optimizer)
+    assert scaler.get_scale() < 8.0  # what fits at a scale of 1 must also fit where it is stored
+
+
+def test_culprits_of_a_loss_of_its_own_are_named_and_its_floor_is_its_own() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0), parameter(0.0, 0.0)
+    optimizer = SGD([("w", w)], lr=1.0)
+    loss = (w * torch.tensor([2.0**126, 1.0])).sum()
+    scaler.backward(w.sum())
+    scaler.backward(loss, loss_id=1, retain_graph=True)
+    outcome = scaler.apply(optimizer)
+    assert outcome.culprits() == [Culprit("w", 0, 1, 0)]
+    assert outcome.verdict() == "scale too high"
+    scaler = GradScaler("cpu", init_scale=8.0, min_scale=8.0)
+    scaler.backward(loss, loss_id=1)
+    assert scaler.apply(optimizer).verdict() == "stuck at the floor"
+
+
+def test_update_with_a_number_judges_the_other_losses() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0), parameter(0.0)
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward((w * 2.0**126).sum(), loss_id=1)
+    scaler.step(optimizer)
+    scaler.update(1024.0)
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [1024.0, 4.0]
+
+
+def test_gradients_left_over_at_the_same_scale_are_added_to() -> None:
+    scaler, a, b = GradScaler("cpu", init_scale=8.0), parameter(0.0), parameter(0.0)
+    optimizers = [SGD([a], lr=1.0), SGD([b], lr=1.0)]
+    for step in range(4):
+        scaler.backward(a.sum() + b.sum(), loss_id=1)
+        for optimizer in optimizers[: 1 + step % 2]:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+    assert [a.item(), b.item()] == [-4.0, -4.0]
+    for step in range(2):
+        scaler.backward(a.sum() + b.sum(), loss_id=1)
+        scaler.step(optimizers[0])
+        optimizers[0].zero_grad()
+        if step:
+            with pytest.raises(CallOrderError, match="another scale"):
+                scaler.step(optimizers[1])
+        scaler.update(1024.0)
+
+
+def test_a_generator_of_inputs_sparse_beside_dense_and_no_graph_of_gradients() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0)
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    scaler.backward(table(torch.tensor([1])).sum())
+    scaler.backward(table.weight.sum(), loss_id=1, inputs=table.parameters())
+    assert table.weight.grad.tolist() == [[2.0, 2.0], [4.0, 4.0], [2.0, 2.0]]
+    with pytest.raises(SettingError, match="create_graph"):
+        scaler.backward(table.weight.sum(), loss_id=1, create_graph=True)
+
+
 def test_a_backward_pass_that_fails_leaves_the_gradients_as_they_were() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -146,6 +262,7 @@ def test_a_backward_pass_that_fails_leaves_the_gradients_as_they_were() -> None:
         scaler.backward(Fails.apply(w).sum(), loss_id=1)
     assert w.grad.tolist() == [2.0]
     assert scaler.apply(SGD([w], lr=1.0))
+    assert scaler.state_dict()["gradscale"]["losses"][0][1]["good_steps"] == 0
 
 
 def test_unscaled_gradients_are_not_added_to() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +62,52 @@ def test_culprits_are_named_and_counted(
     assert scaler.outcome().verdict() == "scale too high"
     scaler.backward(model(torch.ones(4)).sum())
     assert scaler.apply(optimizer).culprits() == []
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("way", ["torch", "ours", "value"])
+def test_clipping_does_not_hide_the_culprit(way: str, value: float) -> None:
+    model, scaler = deep("cpu"), GradScaler("cpu")
+    scaler.name(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler.backward(model(torch.ones(4)).sum())
+    model[7].weight.grad[1, 2] = value
+    if way == "value":
+        scaler.apply(optimizer, clip_value=1.0)
+    else:
+        if way == "torch":
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+    infs = int(math.isinf(value))
+    assert scaler.outcome().culprits() == [Culprit("7.weight", 0, infs, 1 - infs)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("two_calls", [False, True])
+def test_what_does_not_fit_is_named_too(two_calls: bool, fused: bool) -> None:
+    scaler, w = GradScaler("cpu", init_scale=2.0**-10), torch.ones(2, requires_grad=True)
+    optimizer = SGD([("w", w)], lr=1.0, fused=fused)
+    scaler.backward(w.sum())
+    w.grad[1] = 2.0**120
+    _ = scaler.apply(optimizer) if two_calls else scaler.step(optimizer)
+    assert scaler.outcome().verdict() == "scale too low"
+    assert scaler.outcome().culprits() == [Culprit("w", 0, 1, 0)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_outcomes_can_be_pickled(device: str) -> None:
+    scaler, w = GradScaler(device), torch.ones(2, device=device, requires_grad=True)
+    optimizer = SGD([w], lr=1.0, fused=True)
+    for value in (1.0, math.inf):
+        scaler.backward(w.sum())
+        w.grad.fill_(value)
+        outcome = scaler.apply(optimizer)
+        twin = pickle.loads(pickle.dumps(outcome))
+        assert repr(twin) == repr(outcome)
+        assert twin.culprits() == outcome.culprits()
 
 
 @pytest.mark.gpu
