@@ -232,7 +232,7 @@ class Dynamic:
             return xp.full_like(state.scale, value)
 
         # Beyond `room` the product would overflow, which numpy warns of.
-        ceiling, room = constant(self.max_scale), constant(_room(self.growth_factor))
+        ceiling, room = constant(self.max_scale), constant(room_below(self.growth_factor))
         raised = xp.minimum(state.scale, room) * constant(self.growth_factor)
         raised = xp.where(state.scale > room, ceiling, xp.minimum(raised, ceiling))
         lowered = xp.maximum(state.scale * constant(self.backoff_factor), constant(self.min_scale))
@@ -261,7 +261,7 @@ def _new(xp: Any, like: Any, value: float) -> Any:
     )
 
 
-def _room(factor: float) -> float:
+def room_below(factor: float) -> float:
     """The largest float32 number whose product with `factor` is still a float32 number."""
     factor = _float32(factor)
     room = _float32(FLOAT32.max / factor)

@@ -139,7 +139,9 @@ def part_of(name: str) -> str:
 def forbidden_imports(module: Module) -> list[str]:
     """Imports that RULES does not allow."""
     inner = module.name.partition(".")[2] or "__init__"
-    row = inner if inner in RULES else inner.split(".")[0]
+    words = inner.split(".")
+    rows = [".".join(words[:count]) for count in range(len(words), 0, -1)]
+    row = next((row for row in rows if row in RULES), words[0])
     if row not in RULES:
         return [f"{module.name}: has no row in RULES"]
     rule, own = RULES[row], row.split(".")[0]
@@ -212,7 +214,7 @@ def without_tests(library: Path, tests: Path) -> list[str]:
         if inner.stem == "__init__":
             continue
         wanted = tests / inner.parent / f"test_{inner.stem.lstrip('_')}.py"
-        folder = tests / inner.parent.parent / f"test_{inner.parent.name}.py"
+        folder = tests / inner.parent.parent / f"test_{inner.parent.name.lstrip('_')}.py"
         if not wanted.exists() and not folder.exists():
             complaints.append(f"{inner}: {wanted.relative_to(tests.parent)} does not exist")
     return complaints

@@ -96,7 +96,18 @@ def test_info_as_json_holds_the_same() -> None:
     torch = pytest.importorskip("torch")
     assert told["packages"]["torch"]["version"] == torch.__version__
     assert told["packages"]["torch"]["engine"]
-    assert told["path"]["name"] == "reference"
+    assert told["path"]["name"] == ("triton" if torch.cuda.is_available() else "reference")
+
+
+def test_the_path_follows_from_what_is_there() -> None:
+    def name(torch: facts.Package, triton: facts.Package) -> str:
+        return facts.path({"torch": torch, "triton": triton}).name
+
+    gpu, cpu = facts.Package("torch", "2.13", devices=("a GPU",)), facts.Package("torch", "2.13")
+    triton = facts.Package("triton", "3.9")
+    assert name(gpu, triton) == "triton"
+    assert name(cpu, triton) == name(gpu, facts.Package("triton")) == "reference"
+    assert name(facts.Package("torch"), triton) == "none"
 
 
 def plant(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:

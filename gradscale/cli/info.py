@@ -98,7 +98,11 @@ def path(packages: Mapping[str, Package]) -> ChosenPath:
     """The path that gradscale.torch takes with these frameworks, and why."""
     if packages["torch"].version is None:
         return ChosenPath("none", "gradscale.torch needs torch")
-    return ChosenPath("reference", "plain torch operations; this version has no Triton kernels")
+    if not packages["torch"].devices:
+        return ChosenPath("reference", "plain torch operations; the kernels need a CUDA device")
+    if packages["triton"].version is None:
+        return ChosenPath("reference", "plain torch operations; the kernels need triton")
+    return ChosenPath("triton", "kernels on CUDA, plain torch operations elsewhere")
 
 
 def missing() -> dict[str, list[str]]:

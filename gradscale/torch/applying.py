@@ -18,7 +18,6 @@ from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.stepping import Stepping
 from gradscale.torch.unscale import (
     clamp,
-    clipping,
     multiply,
     params_with_grad,
     read_all,
@@ -127,15 +126,16 @@ class Applying(Stepping):
                 self._measure_underflow(optimizers, values, window)
             self._unscale_all(optimizers, window)
         inv_scale = window.inv_scale if scaled else torch.ones_like(window.scale)
-        reading, norm = read_all(values, inv_scale)
+        max_norm = math.inf if clip_norm is None else clip_norm
+        reading, norm = read_all(values, inv_scale, max_norm)
         for optimizer in optimizers:
             if scaled:
                 self._record(optimizer, reading, OptState.READY)
             else:
                 self._record_edit(optimizer, reading)
         skipped = torch.stack([self._skipped(optimizer) for optimizer in optimizers]).any()
-        total, factor = clipping(norm, inv_scale, math.inf if clip_norm is None else clip_norm)
-        self._note(optimizers, torch.where(skipped, math.nan, total), reading.amax, scaled, window)
+        total, factor = torch.where(skipped, math.nan, norm.total), norm.factor
+        self._note(optimizers, total, reading.amax, scaled, window)
         capable = all(map(is_capable, optimizers))
         unshared = len(params) == sum(map(len, lists))
         # Where the host knows, or must know, of a skip, the gradients are left as they are.
@@ -144,7 +144,7 @@ class Applying(Stepping):
         if clip_value is not None and going_on:
             clamp(values, clip_value)
             if clip_norm is not None:
-                factor = clipping(read_norm(values, inv_scale)[1], inv_scale, clip_norm)[1]
+                factor = read_norm(values, inv_scale, clip_norm)[1].factor
         scale = None
         if scaled and capable and unshared:
             # The quotient of a window without clipping is exact; with it, rounded like any other.

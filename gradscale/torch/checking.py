@@ -22,7 +22,6 @@ from gradscale.torch.scaling import Scaling, capturing
 from gradscale.torch.unscale import (
     Reading,
     Values,
-    clipping,
     count_bad,
     finite_amax,
     move,
@@ -141,6 +140,7 @@ class Checking(Scaling):
         measured = self._measured[id(optimizer)]
         measured.amax = reading.amax
         measured.peaks |= reading.peaks or {}
+        measured.counts |= reading.counts or {}
         state["stage"] = stage
 
     def _measure_underflow(
@@ -189,7 +189,9 @@ class Checking(Scaling):
         before = self._found(self._found_inf_per_device(optimizer))
         spoilt = self._found(reading.found_inf) & ~before
         amax = self._measured[id(optimizer)].amax  # of the scaled ones
-        self._measured[id(optimizer)].edited |= reading.peaks or {}
+        measured = self._measured[id(optimizer)]
+        measured.edited |= reading.peaks or {}
+        measured.edited_counts |= reading.counts or {}
         self._record(optimizer, Reading({}, reading.fits & ~spoilt, amax), OptState.UNSCALED)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -215,16 +217,15 @@ class Checking(Scaling):
         values = values_of(params)
         if stage is OptState.READY:
             self._measure_underflow([optimizer], values, window)
-        reading, norm = read_norm(values, inv_scale)
+        reading, norm = read_norm(values, inv_scale, max_norm)
         if stage is OptState.READY:
             self._record(optimizer, reading, OptState.UNSCALED)
         else:
             self._record_edit(optimizer, reading)
         skipped = self._skipped(optimizer)
-        total, factor = clipping(norm, inv_scale, max_norm)
-        multiply(values, torch.where(skipped, inv_scale, factor))
+        multiply(values, torch.where(skipped, inv_scale, norm.factor))
         self._mark_unscaled(optimizer, window, params)
-        total = torch.where(skipped, math.nan, total)
+        total = torch.where(skipped, math.nan, norm.total)
         self._measured[id(optimizer)].grad_norm = total
         return total
 

@@ -29,6 +29,7 @@ from gradscale.policy import (
     Policy,
     State,
 )
+from gradscale.torch import kernels
 from gradscale.torch.events import Move
 from gradscale.torch.unscale import move
 from gradscale.torch.window import Window
@@ -255,9 +256,14 @@ class ScaleKeeper(torch.amp.GradScaler):
     ) -> Move:
         """Moves a state in place, only where there is `news`."""
         before = live.scale.clone()
-        moved = self._policy.update(live, stats, torch)  # type: ignore[arg-type]
-        for value, new in zip(live, moved, strict=True):
-            value.copy_(new if news is None else torch.where(news, new, value))
+        if news is None and isinstance(self._policy, Dynamic) and kernels.take(before.device):
+            told = stats.loss_finite
+            losses = told if isinstance(told, Tensor) else None
+            kernels.writing().update(self._policy, live, stats.finite, losses)
+        else:
+            moved = self._policy.update(live, stats, torch)  # type: ignore[arg-type]
+            for value, new in zip(live, moved, strict=True):
+                value.copy_(new if news is None else torch.where(news, new, value))
         return Move(loss_id, before, live.scale.clone(), getattr(self._policy, "min_scale", 0.0))
 
     def _loss_finite(self, window: Window) -> Tensor | bool:

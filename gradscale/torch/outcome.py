@@ -148,8 +148,10 @@ class StepOutcome:
         return 0 < amax <= math.ldexp(self._format.max, -_ROOMY)
 
     def __getstate__(self) -> list[Any]:
-        """Its values, with the blame settled; **waits for the device**."""
+        """Its values on the CPU, with the blame settled; **waits for the device**."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        state |= {name: v.cpu() for name, v in state.items() if isinstance(v, Tensor)}
+        state["_own"] = tuple((finite.cpu(), scale.cpu()) for finite, scale in self._own)
         return list((state | {"_blame": partial(Blame, *self._blame()), "_done": None}).values())
 
     def __repr__(self) -> str:
@@ -176,7 +178,10 @@ class Measured:
     underflow: Tensor | None = None
     peaks: Peaks = field(default_factory=dict)
     """The largest magnitudes of the scaled gradients, where they were not looked at one by one."""
+    counts: Peaks = field(default_factory=dict)
+    """The infinities and NaNs of the scaled gradients, where a kernel has counted them."""
     edited: Peaks = field(default_factory=dict)
+    edited_counts: Peaks = field(default_factory=dict)
     """The same of gradients that may have been changed after `unscale_()`."""
     blame: Blame | None = None
     """What the scaled gradients said, where the host could look at once."""
@@ -207,22 +212,32 @@ class Names:
         return names
 
 
-def told_by(peaks: Peaks, names: Mapping[int, str], params: Iterable[Tensor]) -> Blame:
-    """What the largest magnitudes of the gradients of `params` show."""
+def told_by(
+    peaks: Peaks, counts: Peaks, names: Mapping[int, str], params: Iterable[Tensor]
+) -> Blame:
+    """What the largest magnitudes, or the counts, of the gradients of `params` show."""
     owners: dict[Any, list[int]] = defaultdict(list)
     for param in params:
         owners[param.device, param.dtype.to_real()].append(id(param))
     bad = []
-    for key, group in peaks.items():
-        for place, peak in enumerate(group.tolist()):
-            if math.isfinite(peak):
+    for key, group in (counts or peaks).items():
+        for place, (infs, nans) in enumerate(_bad_elements(group)):
+            if infs == 0 and nans == 0:
                 continue
             whose = owners.get(key, [])
             plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
             name = names[whose[place]] if len(whose) == len(group) else plain
-            # A NaN hides the infinities beside it; both are uncounted.
-            bad.append(Culprit(name, _rank(), None, None if math.isnan(peak) else 0))
+            bad.append(Culprit(name, _rank(), infs, nans))
     return Blame(bad, None)
+
+
+def _bad_elements(group: Tensor) -> list[tuple[int | None, int | None]]:
+    """Infinities and NaNs of every tensor, from counts or from largest magnitudes."""
+    if group.dim() == 2:
+        return [(infs, nans) for infs, nans in group.tolist()]
+    # A NaN hides the infinities beside it; both are uncounted.
+    peaks = [(math.isfinite(peak), math.isnan(peak)) for peak in group.tolist()]
+    return [(0, 0) if sound else (None, None if nan else 0) for sound, nan in peaks]
 
 
 def culprits(names: Mapping[int, str], bad: Mapping[int, tuple[int, int]]) -> list[Culprit]:

@@ -214,8 +214,10 @@ class Stepping(Checking):
             owners = [p for o in alive for g in o.param_groups for p in g["params"]]
             unique = {id(p): p for p in owners} if complete else {}
             names = self._names.of(alive)
-            first = told_by(measured.peaks, names, unique.values())
-            return first if first.culprits else told_by(measured.edited, names, unique.values())
+            first = told_by(measured.peaks, measured.counts, names, unique.values())
+            if first.culprits:
+                return first
+            return told_by(measured.edited, measured.edited_counts, names, unique.values())
 
         return find
 

@@ -9,6 +9,8 @@ some devices have none.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from gradscale.torch import kernels
 
 # A norm is taken of values times 2**-100, 1 or 2**100, whichever keeps the squares within float32.
 _LARGE, _SMALL, _SHIFT = 2.0**40, 2.0**-30, 2.0**100
@@ -43,13 +47,17 @@ class Reading(NamedTuple):
     """float32, on the device of the scale: the largest magnitude; None if nobody looked."""
     peaks: Peaks | None = None
     """The largest magnitude of every tensor, where that is known."""
+    counts: Peaks | None = None
+    """The infinities and NaNs of every tensor, as rows, where somebody counted."""
 
 
 class Norm(NamedTuple):
-    """A norm as `root / shift`, so that neither overflows nor vanishes when its square would."""
+    """The 2-norm of gradients, which means nothing if they are not finite."""
 
-    root: Tensor
-    shift: Tensor
+    total: Tensor
+    """float32, on the device of the scale: that of the unscaled values."""
+    factor: Tensor
+    """float32: what unscales and clips them."""
 
 
 def params_with_grad(optimizer: Optimizer) -> list[Tensor]:
@@ -91,7 +99,25 @@ def values_of(params: Iterable[Tensor]) -> Values:
 
 def read(values: Values, inv_scale: Tensor) -> Reading:
     """Whether `values` are finite, and would be when multiplied by `inv_scale` where they are."""
+    if kernels.fit(values):
+        return _read_by_kernel(values, inv_scale, math.inf)[0]
     return _survey(values, inv_scale)[0]
+
+
+def _read_by_kernel(values: Values, inv_scale: Tensor, max_norm: float) -> tuple[Reading, Norm]:
+    """One pass for everything."""
+    device = next(iter(values))[0]
+    here = move(inv_scale, device)
+    summary, counts = kernels.reading().read(kernels.tables(values), here, max_norm)
+    starts = itertools.accumulate((len(group) for group in values.values()), initial=0)
+    rows = {key: counts[i:][: len(values[key])] for key, i in zip(values, starts, strict=False)}
+    reading = Reading({device: summary.found_inf}, summary.fits > 0, summary.amax, None, rows)
+    norm = Norm(summary.norm, here * summary.clip)
+    if inv_scale.device == device:
+        return reading, norm
+    back = inv_scale.device
+    reading = reading._replace(fits=move(reading.fits, back), amax=move(summary.amax, back))
+    return reading, Norm(*(move(value, back) for value in norm))
 
 
 @torch.no_grad()
@@ -139,6 +165,10 @@ def unscale(values: Values, inv_scale: Tensor) -> Reading:
 @torch.no_grad()
 def multiply(values: Values, factor: Tensor) -> None:
     """Multiplies `values` by the float32 `factor` in place, each product rounded once."""
+    if kernels.fit(values):
+        for dtype, table in kernels.tables(values):
+            kernels.writing().multiply(dtype, table, move(factor, table.device))
+        return
     for (device, dtype), group in values.items():
         here = move(factor, device)
         if dtype in (torch.float32, torch.float64):
@@ -167,24 +197,43 @@ def clear(values: Values, where: Tensor) -> None:
 
 
 @torch.no_grad()
-def read_norm(values: Values, inv_scale: Tensor) -> tuple[Reading, Norm]:
-    """What `read` says, and the 2-norm of all `values`, which means nothing if not finite."""
+def read_norm(
+    values: Values, inv_scale: Tensor, max_norm: float = math.inf
+) -> tuple[Reading, Norm]:
+    """What `read` says, perhaps without the largest magnitude, and the norm."""
     one = torch.ones_like(inv_scale)
     if all(device.type == "cpu" for device, _ in values) and readable(inv_scale):
         root = _root(values, one)
         # A norm in this range says by itself that nothing is infinite, and what is unscaled by at
         # most 1 fits: one read instead of two. False for NaN, too.
         if float(inv_scale) <= 1 and _SMALL < float(root) < _LARGE:
-            return Reading(_clean(values), one > 0), Norm(root, one)
-    return read_all(values, inv_scale)
+            reading = Reading(_clean(values), one > 0)
+            return reading, _norm(root, one, inv_scale, max_norm)
+    return read_all(values, inv_scale, max_norm)
 
 
-def read_all(values: Values, inv_scale: Tensor) -> tuple[Reading, Norm]:
-    """What `read_norm` says, the largest magnitude included."""
+@torch.no_grad()
+def read_all(values: Values, inv_scale: Tensor, max_norm: float = math.inf) -> tuple[Reading, Norm]:
+    """What `read` says, and the norm."""
+    if kernels.fit(values):
+        return _read_by_kernel(values, inv_scale, max_norm)
     reading, amax = _survey(values, inv_scale)
     one = torch.ones_like(inv_scale)
     shift = torch.where(amax > _LARGE, one / _SHIFT, torch.where(amax < _SMALL, one * _SHIFT, one))
-    return reading, Norm(_root(values, shift), shift)
+    return reading, _norm(_root(values, shift), shift, inv_scale, max_norm)
+
+
+def _norm(root: Tensor, shift: Tensor, inv_scale: Tensor, max_norm: float) -> Norm:
+    """The norm of values that have a 2-norm of `root / shift` as long as they are scaled."""
+    # In two steps, because the scaled norm may overflow where the unscaled one does not.
+    half = shift.sqrt()
+    total = root / half * inv_scale / half
+    factor = torch.where(
+        torch.isfinite(total),
+        inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0),
+        torch.minimum(inv_scale, max_norm * (shift / root)),
+    )
+    return Norm(total, factor)
 
 
 @torch.no_grad()
@@ -197,19 +246,6 @@ def underflow(values: Values, smallest_normal: float, like: Tensor) -> Tensor:
             below += move(small.count_nonzero(), like.device)
             nonzero += move(value.count_nonzero(), like.device)
     return below.float() / nonzero.clamp(min=1).float()
-
-
-def clipping(norm: Norm, inv_scale: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
-    """The unscaled norm, and the factor that unscales and clips to `max_norm`."""
-    # In two steps, because the scaled norm may overflow where the unscaled one does not.
-    half = norm.shift.sqrt()
-    total = norm.root / half * inv_scale / half
-    factor = torch.where(
-        torch.isfinite(total),
-        inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0),
-        torch.minimum(inv_scale, max_norm * (norm.shift / norm.root)),
-    )
-    return total, factor
 
 
 @torch.no_grad()

@@ -1,0 +1,82 @@
+"""Tables that tell a kernel where a list of tensors lies, and which part of it each program takes.
+
+A tensor is cut into chunks by its size alone, so the same tensors are always added up in the same
+order. Sizes and chunks stay on the device as long as the sizes stay the same; addresses are sent
+again only when they have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**15
+"""Elements that one program takes."""
+ALIGNMENT = 16
+"""Bytes that a load can take at once, if the address is a multiple of it."""
+
+
+class Chunks(NamedTuple):
+    """How tensors of certain sizes are cut, on a device."""
+
+    sizes: Tensor
+    """int64: the elements of every tensor."""
+    firsts: Tensor
+    """int32: the first chunk of every tensor, and one past the last."""
+    owners: Tensor
+    """int32: the tensor of every chunk."""
+    total: int
+    """How many chunks there are."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], device: torch.device) -> Chunks:
+        """The chunks of tensors with these `sizes`."""
+        numel = torch.tensor(sizes, dtype=torch.int64)
+        counts = (numel + (CHUNK - 1)) // CHUNK
+        firsts = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=firsts[1:])
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        return cls(
+            sizes=send(numel, device),
+            firsts=send(firsts.to(torch.int32), device),
+            owners=send(owners.to(torch.int32), device),
+            total=int(firsts[-1]),
+        )
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`, without waiting."""
+    if device.type == "cpu":
+        return values
+    pinned = values.pin_memory()
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _KEPT.append(pinned)
+    return pinned.to(device, non_blocking=True)
+
+
+_KEPT: list[Tensor] = []
+"""What a CUDA graph copies from in every replay, so that nobody else may write there."""
+
+
+class Table:
+    """Where a list of tensors lies."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.chunks = Chunks.of(sizes, device)
+        self.device = device
+        self._addresses: list[int] = []
+        self.addresses = torch.empty(0)
+        """int64, on the device."""
+        self.aligned = False
+        """Whether every address is a multiple of `ALIGNMENT`."""
+
+    def point_to(self, tensors: Sequence[Tensor]) -> None:
+        """Takes the addresses that `tensors` have now."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.addresses = send(torch.tensor(addresses, dtype=torch.int64), self.device)
+            self.aligned = not any(address % ALIGNMENT for address in addresses)

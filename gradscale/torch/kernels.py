@@ -1,0 +1,109 @@
+"""Which path gradients take: kernels where Triton and the tensors allow, else torch operations.
+
+The kernels are for CUDA; `use("triton")` asks for them everywhere, which works on the CPU only
+with Triton's interpreter. Tables of addresses are kept while the sizes of the tensors stay the
+same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradscale.errors import SettingError
+
+if TYPE_CHECKING:
+    from gradscale.torch._triton.tables import Table
+    from gradscale.torch.unscale import Values
+
+PATHS = ("auto", "triton", "reference")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_KEPT_TABLES = 64
+
+_path = "auto"
+_tables: OrderedDict[Any, Table] = OrderedDict()
+_captured: list[Table] = []
+"""Tables that CUDA graphs read in every replay, so they must never go away."""
+
+
+@contextmanager
+def use(path: str) -> Iterator[None]:
+    """Takes "triton", "reference" or, as without this, "auto" inside the block."""
+    global _path
+    if path not in PATHS:
+        raise SettingError(f"path must be one of {', '.join(PATHS)}, got {path!r}.")
+    before, _path = _path, path
+    try:
+        yield
+    finally:
+        _path = before
+
+
+@functools.cache
+def available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def fit(values: Values) -> bool:
+    """Whether the kernels can take all of `values`."""
+    devices = {device for device, _ in values}
+    if len(devices) != 1 or not all(dtype in DTYPES for _, dtype in values):
+        return False
+    if not take(next(iter(devices))):
+        return False
+    # A subclass (DTensor, say) need not keep its numbers where its address says.
+    return all(
+        type(value) is Tensor and value.is_contiguous()
+        for group in values.values()
+        for value in group
+    )
+
+
+def take(device: torch.device) -> bool:
+    """Whether kernels work on `device`."""
+    if _path == "reference" or torch.compiler.is_compiling():
+        return False
+    return _path == "triton" or (device.type == "cuda" and available())
+
+
+def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
+    """Where `values` lie, by their formats."""
+    from gradscale.torch._triton.tables import Table
+
+    found = []
+    for (device, dtype), group in values.items():
+        sizes = tuple([value.numel() for value in group])
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            table = Table(sizes, device)
+            _captured.append(table)
+        else:
+            key = (device, dtype, sizes)
+            table = _tables.pop(key) if key in _tables else Table(sizes, device)
+            _tables[key] = table
+            if len(_tables) > _KEPT_TABLES:
+                _tables.popitem(last=False)
+        table.point_to(group)
+        found.append((dtype, table))
+    return found
+
+
+def reading() -> Any:
+    """The module with the kernels that read."""
+    from gradscale.torch._triton import reading
+
+    return reading
+
+
+def writing() -> Any:
+    """The module with the kernels that write."""
+    from gradscale.torch._triton import writing
+
+    return writing
