@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "edits after unscale_() are not looked at, as in torch",
-        "torch/scaling.py",
+        "torch/checking.py",
         "if then is window and not window.edited(params):",
         "if then is window:",
         "tests/torch/test_scaler.py",
@@ -157,14 +157,14 @@ FAULTS = [
     ),
     Fault(
         "a backward pass after update() is divided by the scale of now",
-        "torch/scaling.py",
+        "torch/checking.py",
         "if window is None or (had and not window.begun_since(optimizer)):",
         "if window is None or had:",
         "tests/torch/test_scaler.py",
     ),
     Fault(
         "gradients made after unscale_() are taken for unscaled, as in torch",
-        "torch/scaling.py",
+        "torch/checking.py",
         "if then is not window or window.begun_since(optimizer):",
         "if False:",
         "tests/torch/test_scaler.py",
@@ -207,8 +207,8 @@ FAULTS = [
     Fault(
         "followers move with skipped steps, as in Lightning",
         "torch/follow.py",
-        "(bool(applied) if whose is None else id(whose) in applied)",
-        "True",
+        "if bool(applied) if ref is None else id(ref()) in applied:",
+        "if True:",
         "tests/torch/test_follow.py",
     ),
     Fault(
@@ -221,10 +221,9 @@ FAULTS = [
     Fault(
         "a callback that raises loses events",
         "torch/events.py",
-        "            while self._due:\n                self._tell(self._due.popleft())",
-        "            while self._due:\n"
+        "                self._due.popleft()()\n",
         "                due, self._due = self._due, deque()\n"
-        "                [*map(self._tell, due)]",
+        "                [call() for call in due]\n",
         "tests/torch/test_events.py",
     ),
     Fault(

@@ -229,14 +229,7 @@ def _split(x):
 
 
 @triton.jit
-def _gather_all(
-    reports,
-    numbers,
-    tensors,
-    max_norm,
-    summary,
-    WIDTH: tl.constexpr,
-):
+def summarize(reports, numbers, tensors, max_norm, WIDTH: tl.constexpr):
     """What all tensors together are like: the fields of `Summary`, in order."""
     bad = tl.zeros((WIDTH,), dtype=tl.int64)
     nans = tl.zeros((WIDTH,), dtype=tl.int64)
@@ -276,13 +269,30 @@ def _gather_all(
     clip = tl.minimum(tl.where(norm < _INFINITY, wide, narrow), 1.0)
     amax = tl.where(some_nan, float("nan"), tl.where(found, _INFINITY, tl.max(peak, 0)))
     share = tl.sum(small, 0).to(tl.float32) / tl.maximum(tl.sum(nonzero, 0), 1).to(tl.float32)
+    fits = tl.sum(misfits, 0) == 0
+    return found, fits, amax, norm, clip, share, tl.max(peak, 0)
+
+
+@triton.jit
+def _gather_all(
+    reports,
+    numbers,
+    tensors,
+    max_norm,
+    summary,
+    WIDTH: tl.constexpr,
+):
+    """Writes what `summarize` says."""
+    found, fits, amax, norm, clip, share, peak = summarize(
+        reports, numbers, tensors, max_norm, WIDTH
+    )
     tl.store(summary, found.to(tl.float32))
-    tl.store(summary + 1, (tl.sum(misfits, 0) == 0).to(tl.float32))
+    tl.store(summary + 1, fits.to(tl.float32))
     tl.store(summary + 2, amax)
     tl.store(summary + 3, norm)
     tl.store(summary + 4, clip)
     tl.store(summary + 5, share)
-    tl.store(summary + 6, tl.max(peak, 0))
+    tl.store(summary + 6, peak)
 
 
 @triton.jit
@@ -312,30 +322,38 @@ class Summary(NamedTuple):
     """float32: the largest scaled magnitude among the finite elements."""
 
 
-def read(
+class Gathered(NamedTuple):
+    """What every tensor is like, on the device: what `summarize` takes."""
+
+    reports: Tensor
+    numbers: Tensor
+    tensors: int
+
+    @property
+    def counts(self) -> Tensor:
+        """int64: a row (infinities, NaNs) for every tensor."""
+        return self.numbers[:, 1:3]
+
+
+def gather(
     groups: Sequence[tuple[torch.dtype, Table]],
     inv_scale: Tensor,
-    max_norm: float = float("inf"),
     smallest_normal: float | None = None,
-) -> tuple[Summary, Tensor]:
-    """What the tensors of `groups` are like together, and how many bad elements each has.
+) -> Gathered:
+    """What every tensor of `groups` is like: one pass over all of them.
 
     Args:
         groups: Formats, and where the tensors of each lie.
         inv_scale: float32: what they must be multiplied by, for all or, as a vector, for each.
-        max_norm: What `Summary.clip` clips to.
         smallest_normal: Below it an element underflows; None does not measure that.
-
-    Returns:
-        The summary, and an int64 table with a row (infinities, NaNs) for every tensor.
     """
     device = groups[0][1].device
     tensors = sum(len(table.chunks.sizes) for _, table in groups)
     chunks = sum(table.chunks.total for _, table in groups)
-    floats = torch.empty(2 * chunks + 4 * tensors + 8, dtype=torch.float32, device=device)
+    floats = torch.empty(2 * chunks + 4 * tensors, dtype=torch.float32, device=device)
     slots = torch.zeros(5 * chunks, dtype=torch.int32, device=device)
     numbers = torch.empty((tensors, 5), dtype=torch.int64, device=device)
-    reports, summary = floats[2 * chunks : -8], floats[-8:]
+    reports = floats[2 * chunks :]
     chunk, tensor = 0, 0
     for dtype, table in groups:
         count, members = table.chunks.total, len(table.chunks.sizes)
@@ -372,5 +390,20 @@ def read(
             WIDTH=128,
         )
         chunk, tensor = chunk + count, tensor + members
-    _gather_all[(1,)](reports, numbers, tensors, max_norm, summary, WIDTH=512)
-    return Summary(*summary[:7]), numbers[:, 1:3]
+    return Gathered(reports, numbers, tensors)
+
+
+def read(
+    groups: Sequence[tuple[torch.dtype, Table]],
+    inv_scale: Tensor,
+    max_norm: float = float("inf"),
+    smallest_normal: float | None = None,
+) -> tuple[Summary, Tensor]:
+    """What the tensors of `groups` are like together, and a row (infs, NaNs) for every tensor.
+
+    `Summary.clip` clips to `max_norm`; the rest is as in `gather`.
+    """
+    gathered = gather(groups, inv_scale, smallest_normal)
+    summary = torch.empty(7, dtype=torch.float32, device=inv_scale.device)
+    _gather_all[(1,)](*gathered, max_norm, summary, WIDTH=512)
+    return Summary(*summary), gathered.counts

@@ -7,10 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradscale.policy import Dynamic, DynamicState, room_below
+from gradscale.torch._triton.deciding import moved_dynamic
 from gradscale.torch._triton.reading import BLOCK, ELEMENTS, load
 from gradscale.torch._triton.tables import CHUNK, Table
-
-_LAST = tl.constexpr(2**31 - 2)
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def _update_dynamic(
     room,
     LOSSES: tl.constexpr,
 ):
-    """`Dynamic.update`, written a second time; a test walks both. One program for each state."""
+    """`Dynamic.update`, one program for each state."""
     which = tl.program_id(0)
     scale_at += which
     good_at += which
@@ -90,16 +89,21 @@ def _update_dynamic(
     loss_finite = finite == finite
     if LOSSES:
         loss_finite = tl.load(loss_finite_at + which) != 0
-    new_good = tl.where(finite, tl.minimum(good, _LAST) + 1, 0)
-    new_bad = tl.where(finite, 0, tl.minimum(bad, _LAST) + 1)
-    grow = new_good >= growth_interval
-    lower = new_bad >= hysteresis
-    raised = tl.minimum(tl.minimum(scale, room) * growth_factor, max_scale)
-    raised = tl.where(scale > room, max_scale, raised)
-    lowered = tl.maximum(scale * backoff_factor, min_scale)
-    moved = tl.where(grow, raised, tl.where(lower, lowered, scale))
+    moved, new_good, new_bad = moved_dynamic(
+        scale,
+        good,
+        bad,
+        finite,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        min_scale,
+        max_scale,
+        room,
+    )
     tl.store(scale_at, tl.where(loss_finite, moved, scale))
-    tl.store(good_at, tl.where(loss_finite, tl.where(grow, 0, new_good), good))
+    tl.store(good_at, tl.where(loss_finite, new_good, good))
     tl.store(bad_at, tl.where(loss_finite, new_bad, bad))
 
 
