@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.contract import is_capable, step_on_device
+from gradscale.torch.events import Record
+from gradscale.torch.fast import Fast
 from gradscale.torch.outcome import StepOutcome
-from gradscale.torch.stepping import Stepping
 from gradscale.torch.unscale import (
     clamp,
     multiply,
@@ -28,7 +29,7 @@ from gradscale.torch.unscale import (
 from gradscale.torch.window import Window
 
 
-class Applying(Stepping):
+class Applying(Fast):
     """Unscale, check, clip, step or skip, update, clear: in one call."""
 
     def apply(
@@ -73,6 +74,7 @@ class Applying(Stepping):
             raise SettingError(f"A closure goes with one optimizer, got {len(several)}.")
         self._followers.catch_up()
         clip = partial(_clip, several, clip_norm, clip_value)
+        record = None
         if not self._enabled:
             if closure is None:
                 clip()
@@ -83,12 +85,15 @@ class Applying(Stepping):
             edit = None if clip_norm is None and clip_value is None else clip
             self._step_with_closure(several[0], closure, (), {}, edit)
         else:
-            self._step_together(several, clip_norm, clip_value, keep=not zero_grad)
+            record = self._step_together(several, clip_norm, clip_value, keep=not zero_grad)
         if zero_grad:
             for optimizer in several:
                 optimizer.zero_grad()
         outcome = self.outcome()
-        self.update()
+        if record is None:
+            self.update()
+        else:
+            self._end_iteration(record)
         return outcome
 
     def _step_together(
@@ -97,8 +102,11 @@ class Applying(Stepping):
         clip_norm: float | None,
         clip_value: float | None,
         keep: bool,
-    ) -> None:
-        """Steps all of `optimizers` or none; `keep` if the gradients will be looked at again."""
+    ) -> Record | None:
+        """Steps all of `optimizers` or none; `keep` if the gradients will be looked at again.
+
+        What comes back is a record if the scale has been moved already.
+        """
         for optimizer in optimizers:
             window = self._use(optimizer, "apply", (OptState.READY, OptState.UNSCALED))
         if window.blank is not None:
@@ -110,7 +118,13 @@ class Applying(Stepping):
         params = list({id(p): p for each in lists for p in each}.values())
         if not params:
             self._step_nothing(optimizers, window)
-            return
+            return None
+        unshared = len(params) == sum(map(len, lists))
+        max_norm = math.inf if clip_norm is None else clip_norm
+        if clip_value is None and unshared:
+            record = self._step_fast(optimizers, window, params, max_norm, keep)
+            if record is not None:
+                return record
         # Scaled gradients need not be unscaled first: the factor goes into the step, or into one
         # pass together with clipping.
         scaled = clip_value is None and all(
@@ -126,7 +140,6 @@ class Applying(Stepping):
                 self._measure_underflow(optimizers, values, window)
             self._unscale_all(optimizers, window)
         inv_scale = window.inv_scale if scaled else torch.ones_like(window.scale)
-        max_norm = math.inf if clip_norm is None else clip_norm
         reading, norm = read_all(values, inv_scale, max_norm)
         for optimizer in optimizers:
             if scaled:
@@ -137,7 +150,6 @@ class Applying(Stepping):
         total, factor = torch.where(skipped, math.nan, norm.total), norm.factor
         self._note(optimizers, total, reading.amax, scaled, window)
         capable = all(map(is_capable, optimizers))
-        unshared = len(params) == sum(map(len, lists))
         # Where the host knows, or must know, of a skip, the gradients are left as they are.
         known = readable(skipped) or not capable
         going_on = not (known and skipped)
@@ -166,6 +178,7 @@ class Applying(Stepping):
             else:
                 self._mark_stepped(optimizer, window, skipped)
         self._finish(optimizers, window, skipped)
+        return None
 
     def _unscale_all(self, optimizers: Sequence[Optimizer], window: Window) -> None:
         """Leaves unscaled gradients, whatever they were before."""

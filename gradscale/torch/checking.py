@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,22 +141,27 @@ class Checking(Scaling):
         measured.amax = reading.amax
         measured.peaks |= reading.peaks or {}
         measured.counts |= reading.counts or {}
+        if reading.finite_amax is not None:
+            measured.finite_amax = reading.finite_amax
         state["stage"] = stage
 
     def _measure_underflow(
-        self, optimizers: Iterable[Optimizer], values: Values, window: Window
+        self, optimizers: Sequence[Optimizer], values: Values, window: Window
     ) -> None:
         """Measures what scaled `values` underflow, in every so many steps, if asked for."""
-        if not self._underflow_every:
-            return
-        several = list(optimizers)
-        looks = self._looks.get(several[0], 0)
-        for optimizer in several:
-            self._looks[optimizer] = looks + 1
-        if looks % self._underflow_every == 0:
+        if self._underflow_is_due(optimizers):
             share = underflow(values, self._format.smallest_normal, window.scale)
-            for optimizer in several:
+            for optimizer in optimizers:
                 self._measured[id(optimizer)].underflow = share
+
+    def _underflow_is_due(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether this step of `optimizers` should measure what underflows; counts it."""
+        if not self._underflow_every:
+            return False
+        looks = self._looks.get(optimizers[0], 0)
+        for optimizer in optimizers:
+            self._looks[optimizer] = looks + 1
+        return looks % self._underflow_every == 0
 
     def _recheck(self, optimizer: Optimizer, window: Window) -> None:
         """Reads unscaled gradients again if they may have been edited since.

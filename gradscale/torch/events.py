@@ -71,14 +71,34 @@ class Record:
 
     def __init__(
         self,
-        step: Tensor,
-        scale: Tensor,
+        sent: Tensor,
         moves: Sequence[Move],
         outcomes: Sequence[tuple[frozenset[int], StepOutcome]],
     ) -> None:
         self.moves = moves
         self.outcomes = outcomes
         """Every step since the last `update()`, with the ids of its optimizers."""
+        self._numbers = sent
+        self._arrived = event_on(sent.device)
+        if self._arrived is not None:
+            pinned = torch.empty(sent.shape, dtype=torch.int32, pin_memory=True)
+            self._numbers = pinned.copy_(sent, non_blocking=True)
+            self._arrived.record()
+
+    @classmethod
+    def of(
+        cls,
+        step: Tensor,
+        scale: Tensor,
+        moves: Sequence[Move],
+        outcomes: Sequence[tuple[frozenset[int], StepOutcome]],
+    ) -> Record:
+        """A record of these values.
+
+        It is int32: the number of the `update()`, the scale of loss 0, every move's scale before
+        and after, and of every step whether it was applied, whether its loss was finite, and how
+        many were skipped in a row.
+        """
         device = step.device
         numbers = [step]
         for value in [scale, *(at for one in moves for at in (one.before, one.after))]:
@@ -87,12 +107,7 @@ class Record:
         for _, outcome in outcomes:
             numbers += [outcome.applied, outcome.loss_finite, outcome.skipped_in_a_row]
         sent = torch.stack([move(number, device).to(torch.int32) for number in numbers])
-        self._numbers = sent
-        self._arrived = event_on(device)
-        if self._arrived is not None:
-            pinned = torch.empty(sent.shape, dtype=torch.int32, pin_memory=True)
-            self._numbers = pinned.copy_(sent, non_blocking=True)
-            self._arrived.record()
+        return cls(sent, moves, outcomes)
 
     def arrived(self) -> bool:
         """Whether reading it would wait for nothing."""

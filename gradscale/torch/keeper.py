@@ -34,13 +34,13 @@ from gradscale.torch.events import Move
 from gradscale.torch.unscale import move
 from gradscale.torch.window import Window
 
-_LOSSES, STEPS = "bad_losses", "steps"
-_COUNTERS = (_LOSSES, STEPS)
+LOSSES, STEPS = "bad_losses", "steps"
+_COUNTERS = (LOSSES, STEPS)
 """What is counted besides the policy's state: windows in a row with a bad loss; `update()`s."""
 # A non-finite loss says nothing about the scale, unless it is non-finite *because of* the scale (a
 # penalty computed from scaled gradients by hand). So after many in a row, one in a few counts as an
 # overflow after all.
-_PATIENT_LOSSES, _LOSS_PERIOD = 32, 8
+PATIENT_LOSSES, LOSS_PERIOD = 32, 8
 
 
 def _setting(name: str, still: float) -> Any:
@@ -270,12 +270,12 @@ class ScaleKeeper(torch.amp.GradScaler):
         """bool: whether the losses of `window` were finite, as the policy is told."""
         if window.loss_finite is None:
             return True
-        finite, count = window.loss_finite, self._counters[_LOSSES]
+        finite, count = window.loss_finite, self._counters[LOSSES]
         if window.penalty_finite is not None:
             finite = finite | ~window.penalty_finite  # non-finite through the scale: it is to blame
         count.copy_(torch.where(finite, torch.zeros_like(count), count + 1))
-        over = count - _PATIENT_LOSSES
-        return finite | ((over > 0) & (over % _LOSS_PERIOD == 0))
+        over = count - PATIENT_LOSSES
+        return finite | ((over > 0) & (over % LOSS_PERIOD == 0))
 
     # Checkpoints.
 

@@ -12,7 +12,7 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _KEPT_TABLES = 64
 
 _path = "auto"
 _tables: OrderedDict[Any, Table] = OrderedDict()
+_places: OrderedDict[tuple[int, int], Place] = OrderedDict()
 _captured: list[Table] = []
 """Tables that CUDA graphs read in every replay, so they must never go away."""
 
@@ -95,11 +96,53 @@ def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
     return found
 
 
+class Place(NamedTuple):
+    """Where the gradients of certain parameters lie."""
+
+    owners: list[int]
+    addresses: list[int]
+    groups: list[tuple[torch.dtype, Table]]
+    keys: list[tuple[torch.device, torch.dtype]]
+
+
+def locate(params: list[Tensor]) -> Place | None:
+    """Where the gradients of `params` lie; None if kernels cannot take them.
+
+    As long as neither parameters nor addresses change, what was found the last time is true.
+    """
+    from gradscale.torch.unscale import values_of
+
+    grads = [param.grad for param in params]
+    if not all(g is not None and type(g) is Tensor and g.is_contiguous() for g in grads):
+        return None
+    owners = list(map(id, params))
+    addresses = [grad.data_ptr() for grad in grads]  # type: ignore[union-attr]
+    key = (owners[0], len(owners))
+    place = _places.get(key)
+    if place is not None and place.owners == owners and place.addresses == addresses:
+        return place
+    values = values_of(params)
+    if not fit(values):
+        return None
+    place = Place(owners, addresses, tables(values), list(values))
+    _places[key] = place
+    if len(_places) > _KEPT_TABLES:
+        _places.popitem(last=False)
+    return place
+
+
 def reading() -> Any:
     """The module with the kernels that read."""
     from gradscale.torch._triton import reading
 
     return reading
+
+
+def deciding() -> Any:
+    """The module with the kernel that decides."""
+    from gradscale.torch._triton import deciding
+
+    return deciding
 
 
 def writing() -> Any:

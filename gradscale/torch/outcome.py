@@ -183,6 +183,8 @@ class Measured:
     edited: Peaks = field(default_factory=dict)
     edited_counts: Peaks = field(default_factory=dict)
     """The same of gradients that may have been changed after `unscale_()`."""
+    finite_amax: Tensor | None = None
+    """float32: the largest finite magnitude of the scaled gradients, where a kernel has said it."""
     blame: Blame | None = None
     """What the scaled gradients said, where the host could look at once."""
 
@@ -228,7 +230,7 @@ def told_by(
             plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
             name = names[whose[place]] if len(whose) == len(group) else plain
             bad.append(Culprit(name, _rank(), infs, nans))
-    return Blame(bad, None)
+    return Blame(bad, None)  # whoever calls this may know the largest finite magnitude
 
 
 def _bad_elements(group: Tensor) -> list[tuple[int | None, int | None]]:

@@ -121,7 +121,7 @@ class GradScaler(Applying):
         if not self._enabled:
             if self._iteration:
                 none = torch.zeros((), dtype=torch.int32)
-                self._announce(Record(none, torch.ones(()), [], self._iteration))
+                self._announce(Record.of(none, torch.ones(()), [], self._iteration))
                 self._iteration = []
             return
         self._live("update()")
@@ -139,20 +139,8 @@ class GradScaler(Applying):
         blank = None if last is None else last.blank
         steps += 1 if blank is None else ~blank
         scale = self._live("update()").scale.clone()
-        record = None if capturing() else Record(steps, scale, moves, self._iteration)
-        self._reset()
-        for window in {self._window, self._made}:
-            if window is not None:
-                window.close([ref() for ref in self._seen.values()])
-        self._clear_skipped(wait=False)
-        if record is not None:
-            self._announce(record)
-
-    def _announce(self, record: Record) -> None:
-        """Tells whoever listens or follows; the last thing to do, because they may raise."""
-        self._events.take(record)
-        self._followers.take(record)
-        self._events.deliver()
+        record = None if capturing() else Record.of(steps, scale, moves, self._iteration)
+        self._end_iteration(record)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
         """Takes over a checkpoint: ours, torch's, or that of a peer (see gradscale/foreign.py).

@@ -17,6 +17,7 @@ from gradscale.errors import CallOrderError, caller_level
 from gradscale.torch.checking import Checking
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
+from gradscale.torch.events import Events, Record
 from gradscale.torch.follow import Followers, innermost
 from gradscale.torch.outcome import Blame, StepOutcome, event_on, told_by
 from gradscale.torch.scaling import capturing
@@ -27,6 +28,7 @@ from gradscale.torch.window import Fate, Window
 class Stepping(Checking):
     """Steps that take place or do not, and what became of them."""
 
+    _events: Events
     _followers: Followers
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -139,6 +141,22 @@ class Stepping(Checking):
         self._finish(optimizers, window, skipped, nothing=True)
         del self._skips[-len(optimizers) :]  # there is nothing to clear
 
+    def _end_iteration(self, record: Record | None) -> None:
+        """Makes every optimizer ready again, and tells of `record`."""
+        self._reset()
+        for window in {self._window, self._made}:
+            if window is not None:
+                window.close([ref() for ref in self._seen.values()])
+        self._clear_skipped(wait=False)
+        if record is not None:
+            self._announce(record)
+
+    def _announce(self, record: Record) -> None:
+        """Tells whoever listens or follows; the last thing to do, because they may raise."""
+        self._events.take(record)
+        self._followers.take(record)
+        self._events.deliver()
+
     # Saying so.
 
     def _finish(
@@ -177,25 +195,31 @@ class Stepping(Checking):
             _own=tuple((loss.finite, loss.scale) for loss in own),
             _blame=self._blame(optimizers, window, skipped),
             _nothing=nothing,
-            _done=_mark_in_stream(skipped),
+            _done=mark_in_stream(skipped),
         )
         self._tell(optimizers, outcome)
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             window.use(optimizer)
-            self._skips.append((weakref.ref(optimizer), window, skipped))
+            self._remember_skip(optimizer, window, skipped)
+
+    def _remember_skip(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
+        """Remembers to clear the gradients of `optimizer` if its step was skipped."""
+        self._skips.append((weakref.ref(optimizer), window, skipped))
 
     def _count_row(self, optimizers: Sequence[Optimizer], skipped: Tensor) -> Tensor:
         """int32: how many steps in a row are skipped by now; the count of the first counts."""
-        rows = []
-        for optimizer in optimizers:
-            if optimizer not in self._rows:
-                self._rows[optimizer] = torch.zeros_like(skipped, dtype=torch.int32)
-            rows.append(self._rows[optimizer])
+        rows = [self._row(optimizer, skipped) for optimizer in optimizers]
         count = torch.where(skipped, rows[0] + 1, 0)
         for row in rows:
             row.copy_(count)  # in place, so that a CUDA graph counts on
         return count
+
+    def _row(self, optimizer: Optimizer, like: Tensor) -> Tensor:
+        """int32, on the device of `like`: how many steps of `optimizer` in a row were skipped."""
+        if optimizer not in self._rows:
+            self._rows[optimizer] = torch.zeros_like(like, dtype=torch.int32)
+        return self._rows[optimizer]
 
     def _blame(
         self, optimizers: Sequence[Optimizer], window: Window, skipped: Tensor
@@ -204,6 +228,10 @@ class Stepping(Checking):
         if readable(skipped):
             blame = self._blame_now(optimizers, window) if skipped else Blame([], None)
             return partial(Blame, *blame)
+        return self._blame_later(optimizers)
+
+    def _blame_later(self, optimizers: Sequence[Optimizer]) -> Callable[[], Blame]:
+        """What finds the parameters to blame when it is asked, from what was measured."""
         refs = [weakref.ref(optimizer) for optimizer in optimizers]
         measured = self._measured[id(optimizers[0])]
         params = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
@@ -216,7 +244,8 @@ class Stepping(Checking):
             names = self._names.of(alive)
             first = told_by(measured.peaks, measured.counts, names, unique.values())
             if first.culprits:
-                return first
+                known = measured.finite_amax
+                return first if known is None else first._replace(finite_amax=float(known))
             return told_by(measured.edited, measured.edited_counts, names, unique.values())
 
         return find
@@ -268,7 +297,7 @@ def _take_closure(
     return None, args, kwargs
 
 
-def _mark_in_stream(value: Tensor) -> torch.Event | None:
+def mark_in_stream(value: Tensor) -> torch.Event | None:
     """An event that is done when `value` is; None where there can be none."""
     event = None if capturing() else event_on(value.device)
     if event is not None:

@@ -49,6 +49,8 @@ class Reading(NamedTuple):
     """The largest magnitude of every tensor, where that is known."""
     counts: Peaks | None = None
     """The infinities and NaNs of every tensor, as rows, where somebody counted."""
+    finite_amax: Tensor | None = None
+    """float32: the largest finite magnitude, where somebody looked."""
 
 
 class Norm(NamedTuple):
@@ -111,7 +113,8 @@ def _read_by_kernel(values: Values, inv_scale: Tensor, max_norm: float) -> tuple
     summary, counts = kernels.reading().read(kernels.tables(values), here, max_norm)
     starts = itertools.accumulate((len(group) for group in values.values()), initial=0)
     rows = {key: counts[i:][: len(values[key])] for key, i in zip(values, starts, strict=False)}
-    reading = Reading({device: summary.found_inf}, summary.fits > 0, summary.amax, None, rows)
+    found, amax, peak = {device: summary.found_inf}, summary.amax, summary.finite_amax
+    reading = Reading(found, summary.fits > 0, amax, None, rows, peak)
     norm = Norm(summary.norm, here * summary.clip)
     if inv_scale.device == device:
         return reading, norm

@@ -159,6 +159,12 @@ class Window:
                 flag = torch.isfinite(grad.detach()).all()
                 self.penalty_finite = _and(self.penalty_finite, flag, self.scale)
 
+    def is_plain(self) -> bool:
+        """Whether all gradients are this window's own, and nobody has had or judged them yet."""
+        odd = self.captured or self.losses or self._marks or self._waiting or self._users
+        unjudged = self.finite is None and self.penalty_finite is None and self.blank is None
+        return unjudged and not odd
+
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that `optimizer` has the gradients of this window now."""
         self._users[id(optimizer)] = (weakref.ref(optimizer), self.begun)

@@ -24,9 +24,9 @@ class Slots(NamedTuple):
     """Where a decision goes: places of its own, which nobody writes to again."""
 
     flags: Tensor
-    """bool: applied, finite, fits, loss_finite."""
+    """bool: applied, finite, fits, loss_finite, skipped."""
     floats: Tensor
-    """float32: norm, amax, underflow, found_inf as torch's optimizers read it, grad_scale."""
+    """float32: norm, amax, underflow, what to divide by, the largest finite magnitude."""
     told: Tensor
     """int32: what travels to the host, see `events.Record`; then skipped_in_a_row again."""
 
@@ -34,7 +34,7 @@ class Slots(NamedTuple):
     def on(cls, device: torch.device) -> Slots:
         """Empty slots."""
         return cls(
-            torch.empty(4, dtype=torch.bool, device=device),
+            torch.empty(5, dtype=torch.bool, device=device),
             torch.empty(5, dtype=torch.float32, device=device),
             torch.empty(8, dtype=torch.int32, device=device),
         )
@@ -96,7 +96,9 @@ def _decide(
     MOVES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    found, fits, amax, norm, clip, share, _ = summarize(reports, numbers, tensors, max_norm, WIDTH)
+    found, fits, amax, norm, clip, share, peak = summarize(
+        reports, numbers, tensors, max_norm, WIDTH
+    )
     finite = found == 0
     skipped = found | (fits == 0)
     loss_finite = finite == finite
@@ -141,11 +143,12 @@ def _decide(
     tl.store(flags + 1, finite)
     tl.store(flags + 2, fits)
     tl.store(flags + 3, loss_finite)
+    tl.store(flags + 4, skipped)
     tl.store(floats, tl.where(skipped, float("nan"), norm))
     tl.store(floats + 1, amax)
     tl.store(floats + 2, share)
-    tl.store(floats + 3, skipped.to(tl.float32))
-    tl.store(floats + 4, tl.where(skipped, used, divisor))
+    tl.store(floats + 3, tl.where(skipped, used, divisor))
+    tl.store(floats + 4, peak)
     tl.store(told, steps)
     tl.store(told + 1, after.to(tl.int32, bitcast=True))
     tl.store(told + 2, scale.to(tl.int32, bitcast=True))

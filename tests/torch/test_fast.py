@@ -1,0 +1,164 @@
+"""The fast way beside the long way: on a GPU, or in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import SGD, AdamW
+
+from gradscale import Dynamic, Off, Policy, Static
+from gradscale.torch import GradScaler, kernels
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytest.importorskip("triton")
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+POLICIES: list[Policy] = [
+    Dynamic(init_scale=2.0**10, growth_interval=2, hysteresis=2),
+    Dynamic(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1),
+    Static(init_scale=4.0),
+    Off(),
+]
+# A gradient, or a loss that is not finite.
+EVENTS = st.sampled_from([1.0, -2.0, 0.0, 2.0**-30, math.inf, math.nan, "bad loss"])
+
+
+def number(value: Any) -> Any:
+    """A plain value that compares equal to itself."""
+    plain = value.item() if isinstance(value, torch.Tensor) else value
+    return "NaN" if plain != plain else plain
+
+
+@contextmanager
+def way(which: str) -> Iterator[None]:
+    """The fast way, or the long one: on the CPU without any kernel, on a GPU with those that read.
+
+    Without kernels nobody counts culprits on a GPU.
+    """
+    long = mock.patch.object(GradScaler, "_step_fast", return_value=None)
+    if which == "fast":
+        with kernels.use("triton"):
+            yield
+    else:
+        with kernels.use("reference" if HERE == "cpu" else "triton"), long:
+            yield
+
+
+def run(
+    path: str, policy: Policy, history: list[list[Any]], several: bool, clip: float | None
+) -> list[Any]:
+    """Everything that can be seen of a run."""
+    params = [torch.ones(3, device=HERE, requires_grad=True) for _ in range(2)]
+    optimizers = [SGD([params[0]], lr=0.5, fused=True), AdamW([params[1]], lr=0.5, fused=True)]
+    scaler = GradScaler(HERE, policy=policy, stuck_after=3, on_stuck="ignore", underflow_every=2)
+    seen: list[Any] = []
+    with way(path):
+        for first, second in history:
+            loss = params[0].sum() + params[1].sum()
+            scaler.backward(loss * math.nan if "bad loss" in (first, second) else loss)
+            for param, value in zip(params, (first, second), strict=True):
+                if value != "bad loss":
+                    param.grad[1] = value * float(scaler.get_scale())
+            outcomes = (
+                [scaler.apply(optimizers, clip_norm=clip)]
+                if several
+                else [scaler.apply(optimizers[0], clip_norm=clip)]
+            )
+            params[1].grad = None
+            for outcome in outcomes:
+                names = ("applied", "finite", "fits", "loss_finite", "scale", "amax", "underflow")
+                seen.append([number(getattr(outcome, name)) for name in names])
+                seen.append([number(outcome.skipped_in_a_row), outcome.verdict()])
+                seen.append([(bad.name, bad.infs, bad.nans) for bad in outcome.culprits()])
+                seen.append(pytest.approx(float(outcome.grad_norm), rel=1e-6, nan_ok=True))
+    scaler.flush()
+    values = [pytest.approx(param.tolist(), rel=1e-5, abs=1e-30) for param in params]
+    exact = [param.tolist() for param in params]
+    return [seen, scaler.history, scaler.state_dict(), values if clip else exact]
+
+
+@settings(max_examples=25 if HERE == "cpu" else 200, deadline=None)
+@given(
+    history=st.lists(st.lists(EVENTS, min_size=2, max_size=2), min_size=1, max_size=8),
+    policy=st.sampled_from(POLICIES),
+    several=st.booleans(),
+    clip=st.sampled_from([None, 0.5]),
+)
+def test_the_fast_way_ends_where_the_long_way_does(
+    history: list[list[Any]], policy: Policy, several: bool, clip: float | None
+) -> None:
+    fast = run("fast", policy, history, several, clip)
+    slow = run("long", policy, history, several, clip)
+    for a, b in zip(fast[0], slow[0], strict=True):
+        if isinstance(a, list):
+            assert a == b
+        else:
+            assert a.expected == b
+    assert fast[1:3] == slow[1:3]
+    for a, b in zip(fast[3], slow[3], strict=True):
+        assert (a.expected if clip else a) == b
+
+
+def test_bad_losses_are_forgiven_for_a_while_as_on_the_long_way() -> None:
+    history = [["bad loss", 1.0]] * 50
+    policy = Dynamic(init_scale=2.0**10)
+    fast, slow = (run(path, policy, history, False, None) for path in ("fast", "long"))
+    assert fast[2] == slow[2]
+    assert fast[2]["scale"] == 2.0**8  # the 40th and the 48th count
+
+
+def taken(do: Any) -> bool:
+    """Whether `do` goes the fast way."""
+    with (
+        kernels.use("triton"),
+        mock.patch.object(kernels, "deciding", side_effect=kernels.deciding) as deciding,
+    ):
+        do()
+    return bool(deciding.called)
+
+
+def test_what_goes_the_fast_way() -> None:
+    scaler = GradScaler(HERE)
+    w = torch.ones(3, device=HERE, requires_grad=True)
+    fused, plain = SGD([w], lr=0.5, fused=True), SGD([w], lr=0.5)
+
+    def step(optimizer: Any = fused, before: Any = None, **settings: Any) -> None:
+        scaler.backward(w.sum())
+        if before is not None:
+            before()
+        scaler.apply(optimizer, **settings)
+
+    assert taken(step)
+    assert taken(lambda: step(clip_norm=1.0))
+    assert not taken(lambda: step(plain))
+    assert not taken(lambda: step(clip_value=1.0))
+    assert not taken(lambda: step(before=lambda: scaler.unscale_(fused)))
+    assert not taken(lambda: step(before=lambda: scaler.backward(w.sum(), loss_id=1)))
+    assert not taken(lambda: step([fused, SGD([w], lr=1.0, fused=True)]))
+    assert taken(step)
+    with kernels.use("reference"):
+        step()
+
+
+def test_gradients_that_stay_are_unscaled_or_cleared_on_the_fast_way() -> None:
+    scaler = GradScaler(HERE, init_scale=4.0)
+    w = torch.ones(2, device=HERE, requires_grad=True)
+    optimizer = SGD([w], lr=0.5, fused=True)
+    with kernels.use("triton"):
+        scaler.backward(w.sum())
+        scaler.apply(optimizer, zero_grad=False)
+        assert w.grad.tolist() == [1.0, 1.0]
+        optimizer.zero_grad()
+        scaler.backward(w.sum())
+        w.grad[0] = math.inf
+        scaler.apply(optimizer, zero_grad=False)
+        scaler.scale(w.sum())
+        assert w.grad.tolist() == [0.0, 0.0]
+    assert w.tolist() == [0.5, 0.5]
