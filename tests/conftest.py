@@ -1,4 +1,4 @@
-"""Settings that every test shares. Imports no framework: a machine may lack any of them."""
+"""Settings that every test shares. Needs no framework: a machine may lack any of them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def no_cuda() -> str | None:
     import torch
 
     return None if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
+
+
+if no_cuda():
+    # Kernels run in Triton's interpreter, which must be asked for before they are defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -96,6 +96,13 @@ def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
     return found
 
 
+def new_table(sizes: list[int], device: torch.device) -> Table:
+    """A table for lists of tensors of these `sizes`."""
+    from gradscale.torch._triton.tables import Table
+
+    return Table(sizes, device)
+
+
 class Place(NamedTuple):
     """Where the gradients of certain parameters lie."""
 
@@ -143,6 +150,13 @@ def deciding() -> Any:
     from gradscale.torch._triton import deciding
 
     return deciding
+
+
+def adam() -> Any:
+    """The module with the kernels of Adam and AdamW."""
+    from gradscale.torch._triton import adam
+
+    return adam
 
 
 def writing() -> Any:

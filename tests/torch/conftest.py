@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Kernels run in Triton's interpreter; it must be asked for before they are defined.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @contextmanager

@@ -62,7 +62,7 @@ _KEPT: list[Tensor] = []
 
 
 class Table:
-    """Where a list of tensors lies."""
+    """Where lists of tensors lie: a row of addresses for each list, all of the same sizes."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.chunks = Chunks.of(sizes, device)
@@ -73,9 +73,9 @@ class Table:
         self.aligned = False
         """Whether every address is a multiple of `ALIGNMENT`."""
 
-    def point_to(self, tensors: Sequence[Tensor]) -> None:
-        """Takes the addresses that `tensors` have now."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
+    def point_to(self, *rows: Sequence[Tensor]) -> None:
+        """Takes the addresses that the tensors of `rows` have now."""
+        addresses = [tensor.data_ptr() for row in rows for tensor in row]
         if addresses != self._addresses:
             self._addresses = addresses
             self.addresses = send(torch.tensor(addresses, dtype=torch.int64), self.device)

@@ -1,0 +1,199 @@
+"""Our optimizers beside torch's: on a GPU, or in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradscale import SettingError
+from gradscale.torch import GradScaler, kernels, optim
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytest.importorskip("triton")
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+PAIRS = [(optim.Adam, torch.optim.Adam), (optim.AdamW, torch.optim.AdamW)]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+    {"maximize": True, "weight_decay": 0.0},
+    {"betas": (0.0, 0.999)},
+]
+SIZES = [(3,), (7, 5), (0,), (4096 + 5,), (2**15 + 1,)]
+
+
+def params(requires_grad: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(size, generator=generator).to(HERE).requires_grad_(requires_grad)
+        for size in SIZES
+    ]
+
+
+def fill(weights: list[Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for w in weights:
+        values = torch.randn(w.shape, generator=generator) * 10.0 ** (step % 5 - 2)
+        w.grad = values.to(device=HERE, dtype=w.dtype)
+
+
+def run(kind: Any, path: str, steps: int = 6, **settings: Any) -> tuple[list[Tensor], Any]:
+    weights = params()
+    optimizer = kind(weights, **settings)
+    with kernels.use(path):
+        for step in range(steps):
+            fill(weights, step)
+            optimizer.step()
+    return weights, optimizer
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_steps_are_torchs_to_the_rounding(ours: Any, theirs: Any, settings: dict[str, Any]) -> None:
+    steps = 1000 if HERE == "cuda" else 6
+    mine, optimizer = run(ours, "triton", steps, **settings)
+    exact = [w.detach().double().requires_grad_() for w in params()]
+    reference = theirs(exact, **settings)
+    for step in range(steps):
+        fill(exact, step)
+        reference.step()
+    lr = settings.get("lr", 1e-3)
+    for w, e in zip(mine, exact, strict=True):
+        # Every step rounds the parameter once (half a unit of its size) and its change, at most lr
+        # times a few, to some ten units; the averages forget at the rate of their betas.
+        size = float(e.detach().abs().max()) if e.numel() else 0.0
+        bound = steps * 2.0**-24 * (size + 64 * lr)
+        assert torch.all((w.double() - e).abs() <= bound)
+    counts = {float(state["step"]) for state in optimizer.state.values()}
+    assert counts == {float(steps)}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_states_go_over_to_torch_and_back(ours: Any, theirs: Any) -> None:
+    mine, optimizer = run(ours, "triton", 3)
+    twin = [w.detach().clone().requires_grad_() for w in mine]
+    other = theirs(twin, fused=True)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    back = [w.detach().clone().requires_grad_() for w in mine]
+    again = ours(back)
+    again.load_state_dict(copy.deepcopy(other.state_dict()))
+    thawed = pickle.loads(pickle.dumps(optimizer))
+    with kernels.use("triton"):
+        for weights, stepped in ((mine, optimizer), (back, again)):
+            fill(weights, 9)
+            stepped.step()
+        frozen = thawed.param_groups[0]["params"]
+        fill(frozen, 9)
+        thawed.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, back, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mine, frozen, strict=True))
+    fill(twin, 9)
+    other.step()
+    for a, b in zip(mine, twin, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("scaler_kind", [GradScaler, torch.amp.GradScaler])
+def test_a_skipped_step_writes_nothing(kind: Any, scaler_kind: Any) -> None:
+    weights = params()
+    optimizer = kind(weights, lr=0.1)
+    scaler = scaler_kind(HERE, init_scale=4.0)
+
+    def step(bad: bool) -> None:
+        scaler.scale(sum((w.sum() for w in weights), torch.zeros((), device=HERE))).backward()
+        if bad:
+            weights[1].grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with kernels.use("triton"):
+        step(False)
+        before = copy.deepcopy((weights, optimizer.state_dict()["state"]))
+        step(True)
+        after = (weights, optimizer.state_dict()["state"])
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    for old, new in zip(before[1].values(), after[1].values(), strict=True):
+        assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+def test_scaled_and_clipped_steps_are_those_of_unscaled_gradients() -> None:
+    def train(scaled: bool) -> list[Tensor]:
+        weights = params()
+        optimizer = optim.AdamW(weights, lr=0.1)
+        scaler = GradScaler(HERE, init_scale=2.0**12, enabled=scaled)
+        with kernels.use("triton"):
+            for step in range(4):
+                scaler.backward(sum((w.square().sum() for w in weights), torch.zeros(())))
+                scaler.apply(optimizer, clip_norm=3.0 + step)
+        return weights
+
+    for a, b in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_join_leave_and_move() -> None:
+    weights = params()
+    ours = optim.AdamW(weights[:3])
+    twin = [w.detach().clone().requires_grad_() for w in weights]
+    theirs = torch.optim.AdamW(twin[:3])  # its fused step refuses the last gradient on a GPU
+    with kernels.use("triton"):
+        for step in range(6):
+            for group, optimizer in ((weights, ours), (twin, theirs)):
+                fill(group, step)
+                if step == 2:
+                    group[1].grad = None
+                if step == 3:
+                    optimizer.add_param_group({"params": group[3:], "lr": 0.5})
+                if step == 4:
+                    group[0].data = group[0].data.clone()
+                if step == 5:
+                    group[1].grad = group[1].grad.t().contiguous().t()
+                optimizer.step()
+    for a, b in zip(weights, twin, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_kernel_does_not_do_is_torchs_and_said_once() -> None:
+    weights = params()
+    half = [torch.ones(3, device=HERE, dtype=torch.bfloat16, requires_grad=True)]
+    half[0].grad = torch.ones_like(half[0])
+    optimizer = optim.AdamW(weights, amsgrad=True)
+    fill(weights, 0)
+    with kernels.use("reference"):
+        optim.AdamW(half).step()  # nobody asked for kernels, so nothing is missing
+    with kernels.use("triton"):
+        with pytest.warns(UserWarning, match="amsgrad"):
+            optimizer.step()
+        fill(weights, 1)
+        optimizer.step()
+        with pytest.warns(UserWarning, match="float32"):
+            optim.AdamW(half).step()
+    for wrong in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            optim.Adam(weights, **wrong)
+
+
+def test_a_closure_and_a_learning_rate_that_is_a_tensor() -> None:
+    def train(lr: Any) -> tuple[list[Tensor], Any]:
+        weights = params()
+        optimizer = optim.AdamW(weights, lr=lr)
+
+        def closure() -> float:
+            fill(weights, 1)
+            return 7.0
+
+        with kernels.use("triton"):
+            return weights, optimizer.step(closure)
+
+    plain, loss = train(0.125)
+    assert loss == 7.0
+    tensor, _ = train(torch.tensor(0.125, device=HERE))
+    for a, b in zip(plain, tensor, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
