@@ -142,6 +142,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a CUDA device; nothing was measured")
+        return
     speed = copy_speed()
     rows = []
     for model in options.models:
