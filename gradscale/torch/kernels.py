@@ -30,8 +30,6 @@ _KEPT_TABLES = 64
 _path = "auto"
 _tables: OrderedDict[Any, Table] = OrderedDict()
 _places: OrderedDict[tuple[int, int], Place] = OrderedDict()
-_captured: list[Table] = []
-"""Tables that CUDA graphs read in every replay, so they must never go away."""
 
 
 @contextmanager
@@ -84,7 +82,6 @@ def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
         sizes = tuple([value.numel() for value in group])
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             table = Table(sizes, device)
-            _captured.append(table)
         else:
             key = (device, dtype, sizes)
             table = _tables.pop(key) if key in _tables else Table(sizes, device)
@@ -120,7 +117,7 @@ def locate(params: list[Tensor]) -> Place | None:
     from gradscale.torch.unscale import values_of
 
     grads = [param.grad for param in params]
-    if not all(g is not None and type(g) is Tensor and g.is_contiguous() for g in grads):
+    if not all(type(g) is Tensor and g.is_contiguous() for g in grads):
         return None
     owners = list(map(id, params))
     addresses = [grad.data_ptr() for grad in grads]  # type: ignore[union-attr]

@@ -33,6 +33,8 @@ class _Members(NamedTuple):
     """Why the kernel cannot take them; None if it can."""
     states: tuple[list[Tensor], ...]
     """Both averages and the step counters."""
+    fixed: list[int]
+    """Their addresses, which are ours to keep."""
     table: Table
     """Where they lie."""
 
@@ -66,16 +68,16 @@ class _OnePass(torch.optim.Adam):
         for number, (group, params) in enumerate(zip(self.param_groups, lists, strict=True)):
             odd = _odd_settings(group)
             if odd is None and params:
-                odd, states, table = self._members_of(number, params)[1:]
-                groups.append((group, params, states, table))
+                odd, _, fixed, table = self._members_of(number, params)[1:]
+                groups.append((group, params, fixed, table))
             if odd is not None:
                 return self._step_by_torch(odd, loss)
         divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group, params, states, table in groups:
+        for group, params, fixed, table in groups:
             grads = [param.grad for param in params]
             if not all(grad.is_contiguous() for grad in grads):
                 grads = [grad.contiguous() for grad in grads]
-            table.point_to(grads, params, *states)
+            table.point_to(grads, params, fixed=fixed)
             kernels.adam().step(
                 table,
                 lr=group["lr"],
@@ -108,8 +110,9 @@ class _OnePass(torch.optim.Adam):
             odd = _odd_params(params)
             states = [] if odd is not None else [self._state_of(param) for param in params]
             lists = tuple([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            fixed = [state.data_ptr() for each in lists for state in each]
             table = kernels.new_table([param.numel() for param in params], params[0].device)
-            members = self._members[number] = _Members(owners, odd, lists, table)
+            members = self._members[number] = _Members(owners, odd, lists, fixed, table)
         return members
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:

@@ -197,3 +197,48 @@ def test_a_closure_and_a_learning_rate_that_is_a_tensor() -> None:
     tensor, _ = train(torch.tensor(0.125, device=HERE))
     for a, b in zip(plain, tensor, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW])
+def test_a_captured_step_skips_recovers_and_grows_as_an_eager_one(kind: Any) -> None:
+    def world() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64, device="cuda")
+        settings = {} if kind is optim.AdamW else {"fused": True, "capturable": True}
+        optimizer = kind(model.parameters(), lr=torch.tensor(0.01, device="cuda"), **settings)
+        scaler = GradScaler("cuda", init_scale=2.0**10, growth_interval=3, on_stuck="ignore")
+        return model, optimizer, scaler, torch.ones(8, 64, device="cuda")
+
+    def step(model: Any, optimizer: Any, scaler: GradScaler, inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    eager, graphed = world(), world()
+    inputs = [torch.randn(8, 64, device="cuda") for _ in range(12)]
+    for bad in (3, 4, 8):
+        inputs[bad][0, 0] = 2.0**100
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(*graphed)
+    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        step(*eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*graphed)
+    for values in inputs:
+        for one in (eager, graphed):
+            one[3].copy_(values)
+        graph.replay()
+        step(*eager)
+        assert eager[2].get_scale() == graphed[2].get_scale()
+        assert torch.equal(eager[0].weight, graphed[0].weight)
+    fill(params(), 0)  # others come and go, and write where they like
+    graphed[3].copy_(inputs[0])
+    graph.replay()
+    assert torch.isfinite(graphed[0].weight).all()

@@ -348,27 +348,20 @@ def gather(
         smallest_normal: Below it an element underflows; None does not measure that.
     """
     device = groups[0][1].device
-    tensors = sum(len(table.chunks.sizes) for _, table in groups)
-    chunks = sum(table.chunks.total for _, table in groups)
-    floats = torch.empty(2 * chunks + 4 * tensors, dtype=torch.float32, device=device)
-    slots = torch.zeros(5 * chunks, dtype=torch.int32, device=device)
+    tensors = sum([len(table.chunks.sizes) for _, table in groups])
+    reports = torch.empty(4 * tensors, dtype=torch.float32, device=device)
     numbers = torch.empty((tensors, 5), dtype=torch.int64, device=device)
-    reports = floats[2 * chunks :]
-    chunk, tensor = 0, 0
+    tensor = 0
     for dtype, table in groups:
-        count, members = table.chunks.total, len(table.chunks.sizes)
-        amaxes, squares = floats[chunk : chunk + count], floats[chunks + chunk :][:count]
-        exponents, counts = slots[chunk:][:count], slots[chunks + 4 * chunk :][: 4 * count]
-        if count:
-            _read_chunks[(count,)](
+        chunks, workspace = table.chunks, _workspace(table)
+        members = len(chunks.sizes)
+        if chunks.total:
+            _read_chunks[(chunks.total,)](
                 table.addresses,
-                table.chunks.sizes,
-                table.chunks.firsts,
-                table.chunks.owners,
-                amaxes,
-                squares,
-                exponents,
-                counts,
+                chunks.sizes,
+                chunks.firsts,
+                chunks.owners,
+                *workspace,
                 0.0 if smallest_normal is None else smallest_normal,
                 element=ELEMENTS[dtype],
                 CHUNK=CHUNK,
@@ -377,20 +370,30 @@ def gather(
                 num_warps=8,
             )
         _gather_tensors[(members,)](
-            table.chunks.firsts,
-            amaxes,
-            squares,
-            exponents,
-            counts,
+            chunks.firsts,
+            *workspace,
             inv_scale[tensor:] if inv_scale.dim() else inv_scale,
             inv_scale.dim(),
-            reports[4 * tensor :],
-            numbers[tensor:],
+            reports[4 * tensor :] if tensor else reports,
+            numbers[tensor:] if tensor else numbers,
             element=ELEMENTS[dtype],
             WIDTH=128,
         )
-        chunk, tensor = chunk + count, tensor + members
+        tensor += members
     return Gathered(reports, numbers, tensors)
+
+
+def _workspace(table: Table) -> tuple[Tensor, ...]:
+    """Slots for every chunk: amax, squares, exponent, and four counts."""
+    if not table.workspace:
+        total, device = max(table.chunks.total, 1), table.device
+        table.workspace = (
+            torch.empty(total, dtype=torch.float32, device=device),
+            torch.empty(total, dtype=torch.float32, device=device),
+            torch.empty(total, dtype=torch.int32, device=device),
+            torch.zeros(4 * total, dtype=torch.int32, device=device),
+        )
+    return table.workspace
 
 
 def read(

@@ -52,13 +52,18 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return values
     pinned = values.pin_memory()
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         _KEPT.append(pinned)
     return pinned.to(device, non_blocking=True)
 
 
-_KEPT: list[Tensor] = []
-"""What a CUDA graph copies from in every replay, so that nobody else may write there."""
+_KEPT: list[object] = []
+"""What a CUDA graph reads in every replay, so that it must neither go away nor be written to."""
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Table:
@@ -70,13 +75,18 @@ class Table:
         self._addresses: list[int] = []
         self.addresses = torch.empty(0)
         """int64, on the device."""
+        self.workspace: tuple[Tensor, ...] = ()
+        """Where a kernel leaves what the next one takes; the owner of the kernels fills this."""
         self.aligned = False
         """Whether every address is a multiple of `ALIGNMENT`."""
 
-    def point_to(self, *rows: Sequence[Tensor]) -> None:
-        """Takes the addresses that the tensors of `rows` have now."""
+    def point_to(self, *rows: Sequence[Tensor], fixed: Sequence[int] = ()) -> None:
+        """Takes the addresses that the tensors of `rows` have now; `fixed` ones follow."""
         addresses = [tensor.data_ptr() for row in rows for tensor in row]
+        addresses += fixed
         if addresses != self._addresses:
             self._addresses = addresses
             self.addresses = send(torch.tensor(addresses, dtype=torch.int64), self.device)
             self.aligned = not any(address % ALIGNMENT for address in addresses)
+        if _capturing(self.device):
+            _KEPT.extend([self, self.addresses])
