@@ -55,7 +55,8 @@ class Applying(Fast):
             closure: For LBFGS and the like, with one optimizer: computes the loss, calls
                 `scaler.backward(loss)` and returns the loss.
             zero_grad: Whether to clear the gradients afterwards, applied or not. If not, do so
-                before the next backward pass: they are unscaled, and it would add scaled ones.
+                before the next backward pass, which would add to them: torch's optimizers leave
+                them unscaled, those of gradscale.torch.optim as they were.
         """
         given: Any = optimizers
         alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
@@ -131,13 +132,10 @@ class Applying(Fast):
             self._stage(optimizer) is OptState.READY and not window.split(each)[1]
             for optimizer, each in zip(optimizers, lists, strict=True)
         )
-        if scaled:
-            values = values_of(params)
+        values = values_of(params)
+        if scaled or all(self._stage(optimizer) is OptState.READY for optimizer in optimizers):
             self._measure_underflow(optimizers, values, window)
-        else:
-            values = values_of(params)
-            if all(self._stage(optimizer) is OptState.READY for optimizer in optimizers):
-                self._measure_underflow(optimizers, values, window)
+        if not scaled:
             self._unscale_all(optimizers, window)
         inv_scale = window.inv_scale if scaled else torch.ones_like(window.scale)
         reading, norm = read_all(values, inv_scale, max_norm)

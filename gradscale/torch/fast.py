@@ -59,6 +59,7 @@ class Fast(Stepping):
             (PATIENT_LOSSES, LOSS_PERIOD),
         )
         applied, finite, fits, loss_finite, skipped = slots.flags.unbind()
+        window.finite = finite  # told once, also if an optimizer raises now and is asked again
         norm, amax, underflow, divisor, measured.finite_amax = slots.floats.unbind()
         for optimizer in optimizers[1:]:
             self._row(optimizer, row).copy_(row)
@@ -71,7 +72,6 @@ class Fast(Stepping):
             if keep:
                 self._mark_stepped(optimizer, window, skipped)
                 self._remember_skip(optimizer, window, skipped)
-        window.finite = finite
         floor = getattr(self._policy, "min_scale", 0.0)
         outcome = StepOutcome(
             applied=applied,

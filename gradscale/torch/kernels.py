@@ -103,8 +103,8 @@ def new_table(sizes: list[int], device: torch.device) -> Table:
 class Place(NamedTuple):
     """Where the gradients of certain parameters lie."""
 
-    owners: list[int]
-    addresses: list[int]
+    facts: list[tuple[int, int, torch.dtype]]
+    """The address, size and format of each."""
     groups: list[tuple[torch.dtype, Table]]
     keys: list[tuple[torch.device, torch.dtype]]
 
@@ -112,23 +112,30 @@ class Place(NamedTuple):
 def locate(params: list[Tensor]) -> Place | None:
     """Where the gradients of `params` lie; None if kernels cannot take them.
 
-    As long as neither parameters nor addresses change, what was found the last time is true.
+    As long as addresses, sizes and formats stay, what was found the last time is true.
     """
     from gradscale.torch.unscale import values_of
 
     grads = [param.grad for param in params]
     if not all(type(g) is Tensor and g.is_contiguous() for g in grads):
         return None
-    owners = list(map(id, params))
-    addresses = [grad.data_ptr() for grad in grads]  # type: ignore[union-attr]
-    key = (owners[0], len(owners))
+    facts = [(g.data_ptr(), g.numel(), g.dtype) for g in grads]  # type: ignore[union-attr]
+    key = (id(params[0]), len(params))
     place = _places.get(key)
-    if place is not None and place.owners == owners and place.addresses == addresses:
+    if place is not None and place.facts == facts:
         return place
     values = values_of(params)
     if not fit(values):
         return None
-    place = Place(owners, addresses, tables(values), list(values))
+    # Tables of its own: those in `_tables` belong to whoever came last with tensors of these sizes.
+    same = place is not None and [fact[1:] for fact in place.facts] == [f[1:] for f in facts]
+    old = place.groups if place is not None and same and place.keys == list(values) else []
+    groups = []
+    for number, ((device, dtype), group) in enumerate(values.items()):
+        table = old[number][1] if old else new_table([value.numel() for value in group], device)
+        table.point_to(group)
+        groups.append((dtype, table))
+    place = Place(facts, groups, list(values))
     _places[key] = place
     if len(_places) > _KEPT_TABLES:
         _places.popitem(last=False)

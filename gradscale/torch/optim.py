@@ -28,7 +28,8 @@ _NOT_HERE = {"fused": True, "foreach": False, "differentiable": False}
 class _Members(NamedTuple):
     """The parameters of a group that have gradients, and what belongs to them."""
 
-    owners: list[int]
+    facts: list[tuple[int, int, torch.dtype, bool]]
+    """Who they are, their sizes and formats, and whether they are contiguous."""
     odd: str | None
     """Why the kernel cannot take them; None if it can."""
     states: tuple[list[Tensor], ...]
@@ -104,15 +105,15 @@ class _OnePass(torch.optim.Adam):
 
     def _members_of(self, number: int, params: list[Tensor]) -> _Members:
         """What belongs to `params`, the members of a group that have gradients."""
-        owners = list(map(id, params))
+        facts = [(id(p), p.numel(), p.dtype, p.is_contiguous()) for p in params]
         members = self._members.get(number)
-        if members is None or members.owners != owners:
+        if members is None or members.facts != facts:
             odd = _odd_params(params)
             states = [] if odd is not None else [self._state_of(param) for param in params]
             lists = tuple([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
             fixed = [state.data_ptr() for each in lists for state in each]
             table = kernels.new_table([param.numel() for param in params], params[0].device)
-            members = self._members[number] = _Members(owners, odd, lists, fixed, table)
+            members = self._members[number] = _Members(facts, odd, lists, fixed, table)
         return members
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:

@@ -162,3 +162,53 @@ def test_gradients_that_stay_are_unscaled_or_cleared_on_the_fast_way() -> None:
         scaler.scale(w.sum())
         assert w.grad.tolist() == [0.0, 0.0]
     assert w.tolist() == [0.5, 0.5]
+
+
+def test_optimizers_of_the_same_shapes_do_not_see_each_others_gradients() -> None:
+    params = [torch.ones(3, device=HERE, requires_grad=True) for _ in range(2)]
+    kept = [torch.empty(3, device=HERE) for _ in range(2)]  # so that addresses stay
+    optimizers = [SGD([w], lr=0.25, fused=True) for w in params]
+    scaler = GradScaler(HERE, policy=Static(init_scale=4.0), on_stuck="ignore")
+    applied: list[list[bool]] = [[], []]
+    with kernels.use("triton"):
+        for _ in range(3):
+            for number, (w, grad) in enumerate(zip(params, kept, strict=True)):
+                scaler.backward(w.sum())
+                w.grad = grad.fill_(math.inf if number else 4.0)
+                applied[number].append(bool(scaler.apply(optimizers[number]).applied))
+    assert applied == [[True] * 3, [False] * 3]
+    assert params[0].tolist() == [0.25] * 3
+
+
+def test_gradients_at_the_same_address_but_of_another_size_or_format_are_read_anew() -> None:
+    store = torch.zeros(64, device=HERE)
+    with kernels.use("triton"):
+        for make in (lambda: store[:8], lambda: store[:4], lambda: store[:2].view(torch.float16)):
+            grad = make()
+            w = torch.ones(grad.shape, device=HERE, dtype=grad.dtype, requires_grad=True)
+            w.grad = grad
+            place = kernels.locate([w])
+            assert place is not None
+            ((dtype, table),) = place.groups
+            assert dtype is grad.dtype
+            assert table.chunks.sizes.tolist() == [grad.numel()]
+
+
+def test_an_optimizer_that_raises_is_counted_once() -> None:
+    scaler = GradScaler(HERE, init_scale=4.0, growth_interval=3)
+    w = torch.ones(2, device=HERE, requires_grad=True)
+    optimizer = SGD([w], lr=0.5, fused=True)
+    failures = [MemoryError]
+
+    def fail(*_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    optimizer.register_step_pre_hook(fail)
+    with kernels.use("triton"):
+        scaler.backward(w.sum())
+        with pytest.raises(MemoryError):
+            scaler.apply(optimizer)
+        assert scaler.apply(optimizer)
+    assert w.tolist() == [0.5, 0.5]
+    assert scaler._get_growth_tracker() == 1

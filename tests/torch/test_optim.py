@@ -199,6 +199,26 @@ def test_a_closure_and_a_learning_rate_that_is_a_tensor() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_a_parameter_that_changes_its_format_or_size_is_not_taken_for_what_it_was() -> None:
+    weights = [torch.ones(64, device=HERE, requires_grad=True)]
+    optimizer = optim.AdamW(weights, lr=0.1)
+    with kernels.use("triton"):
+        weights[0].grad = torch.ones_like(weights[0])
+        optimizer.step()
+        weights[0].grad = None
+        weights[0].data = weights[0].data.bfloat16()
+        weights[0].grad = torch.ones_like(weights[0])
+        optimizer.state.clear()
+        with pytest.warns(UserWarning, match="float32"):
+            optimizer.step()
+        weights[0].grad = None
+        weights[0].data = torch.ones(4, device=HERE)
+        weights[0].grad = torch.ones(4, device=HERE)
+        optimizer.state.clear()
+        optimizer.step()
+    assert optimizer.state[weights[0]]["exp_avg"].shape == (4,)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW])
 def test_a_captured_step_skips_recovers_and_grows_as_an_eager_one(kind: Any) -> None:
