@@ -15,25 +15,14 @@ results.csv; old rows stay.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
 import statistics
 import time
 from itertools import product
-from pathlib import Path
 
+import _rows
 import torch
 
-import gradscale
 from gradscale.torch import GradScaler
-
-RESULTS = Path(__file__).parent / "results.csv"
-COLUMNS = [
-    "date", "benchmark", "case", "device", "threads", "python", "torch", "gradscale",
-    "parameters", "tensors", "rounds", "median_ms", "speedup_over_torch",
-]  # fmt: skip
-
 
 WIDTH = 1024
 
@@ -101,26 +90,13 @@ def main() -> None:
             case.iterate()
 
     rows = []
-    count = sum(param.numel() for param in theirs.params)
-    where = torch.cuda.get_device_name() if device == "cuda" else platform.machine() + " CPU"
     for case, part in product(cases, theirs.times):
         taken, torchs = case.times[part][2:], theirs.times[part][2:]  # two to warm up
         ratio = statistics.median(a / b for a, b in zip(torchs, taken, strict=True))
-        values = [
-            datetime.date.today().isoformat(), "drop_in", f"{case.name}, {part}", where,
-            torch.get_num_threads(), platform.python_version(), torch.__version__,
-            gradscale.__version__, count, len(theirs.params), options.rounds,
-            f"{statistics.median(taken):.3f}", f"{ratio:.3f}",
-        ]  # fmt: skip
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
-        print(f"{values[2]:32} {values[-2]:>9} ms   {values[-1]}x torch")
+        given = (device, theirs.params, options.rounds, statistics.median(taken), ratio)
+        rows.append(_rows.row("drop_in", f"{case.name}, {part}", *given))
     if not options.no_save:
-        new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        _rows.add(rows)
 
 
 if __name__ == "__main__":

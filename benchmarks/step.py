@@ -16,25 +16,17 @@ results.csv; old rows stay.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import _rows
 import torch
 from torch import Tensor
 
-import gradscale
 from gradscale.torch import GradScaler, optim
 
-RESULTS = Path(__file__).parent / "results.csv"
-COLUMNS = [
-    "date", "benchmark", "case", "device", "threads", "python", "torch", "gradscale",
-    "parameters", "tensors", "rounds", "median_ms", "speedup_over_torch",
-]  # fmt: skip
 Shapes = list[tuple[int, ...]]
 
 
@@ -140,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=_rows.RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA device; nothing was measured")
@@ -164,21 +156,11 @@ def main() -> None:
         for name, times in found.items():
             ways = zip(("alone", "in a row"), times, found["torch"], strict=True)
             for way, taken, torchs in ways:
-                values = [
-                    datetime.date.today().isoformat(), "step", f"{model}, {name}, {way}",
-                    torch.cuda.get_device_name(), torch.get_num_threads(),
-                    platform.python_version(), torch.__version__, gradscale.__version__,
-                    count, len(shapes), options.rounds, f"{taken:.3f}", f"{torchs / taken:.3f}",
-                ]  # fmt: skip
-                rows.append(dict(zip(COLUMNS, values, strict=True)))
-                print(f"{values[2]:45} {values[-2]:>9} ms   {values[-1]}x torch", flush=True)
+                case_name = f"{model}, {name}, {way}"
+                given = ("cuda", params, options.rounds, taken, torchs / taken)
+                rows.append(_rows.row("step", case_name, *given))
         del params, grads
-    new = not options.results.exists()
-    with options.results.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    _rows.add(rows, options.results)
 
 
 if __name__ == "__main__":
