@@ -36,8 +36,7 @@ devices = []
 if sys.argv[1] == "torch":
     devices = [module.cuda.get_device_name(i) for i in range(module.cuda.device_count())]
 version = str(getattr(module, "__version__", "unknown"))
-print()
-print(json.dumps({"version": version, "devices": devices}))
+sys.stdout.write("\\n" + json.dumps({"version": version, "devices": devices}))
 """
 
 
@@ -65,7 +64,7 @@ class ChosenPath(NamedTuple):
     """Which code does the arithmetic of gradscale.torch."""
 
     name: str
-    """"reference" or "none"."""
+    """"triton", "reference" or "none"."""
     why: str
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,21 +70,22 @@ def take(device: torch.device) -> bool:
     """Whether kernels work on `device`."""
     if _path == "reference" or torch.compiler.is_compiling():
         return False
-    return _path == "triton" or (device.type == "cuda" and available())
+    if device.type != "cuda":
+        return _path == "triton"
+    # A kernel is launched on the current device, whatever the addresses mean elsewhere.
+    return available() and device.index in (None, torch.cuda.current_device())
 
 
 def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
     """Where `values` lie, by their formats."""
-    from gradscale.torch._triton.tables import Table
-
     found = []
     for (device, dtype), group in values.items():
         sizes = tuple([value.numel() for value in group])
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            table = Table(sizes, device)
+            table = new_table(sizes, device)
         else:
             key = (device, dtype, sizes)
-            table = _tables.pop(key) if key in _tables else Table(sizes, device)
+            table = _tables.pop(key) if key in _tables else new_table(sizes, device)
             _tables[key] = table
             if len(_tables) > _KEPT_TABLES:
                 _tables.popitem(last=False)
@@ -93,7 +94,7 @@ def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
     return found
 
 
-def new_table(sizes: list[int], device: torch.device) -> Table:
+def new_table(sizes: Sequence[int], device: torch.device) -> Table:
     """A table for lists of tensors of these `sizes`."""
     from gradscale.torch._triton.tables import Table
 

@@ -28,12 +28,12 @@ _NOT_HERE = {"fused": True, "foreach": False, "differentiable": False}
 class _Members(NamedTuple):
     """The parameters of a group that have gradients, and what belongs to them."""
 
-    facts: list[tuple[int, int, torch.dtype, bool]]
-    """Who they are, their sizes and formats, and whether they are contiguous."""
+    facts: list[tuple[Any, ...]]
+    """Who they and their states are, sizes and formats, and whether they are contiguous."""
     odd: str | None
     """Why the kernel cannot take them; None if it can."""
     states: tuple[list[Tensor], ...]
-    """Both averages and the step counters."""
+    """Both averages and the step counters; held, so that nobody else gets their ids."""
     fixed: list[int]
     """Their addresses, which are ours to keep."""
     table: Table
@@ -65,6 +65,8 @@ class _OnePass(torch.optim.Adam):
         if not any(map(kernels.take, devices)):
             super().step()
             return loss
+        if len(devices) > 1:
+            return self._step_by_torch("the parameters are on several devices", loss)
         groups = []
         for number, (group, params) in enumerate(zip(self.param_groups, lists, strict=True)):
             odd = _odd_settings(group)
@@ -105,16 +107,26 @@ class _OnePass(torch.optim.Adam):
 
     def _members_of(self, number: int, params: list[Tensor]) -> _Members:
         """What belongs to `params`, the members of a group that have gradients."""
-        facts = [(id(p), p.numel(), p.dtype, p.is_contiguous()) for p in params]
+        facts = self._facts(params)
         members = self._members.get(number)
         if members is None or members.facts != facts:
             odd = _odd_params(params)
             states = [] if odd is not None else [self._state_of(param) for param in params]
+            facts = self._facts(params)
             lists = tuple([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+            if not all(_fits_the_kernel(s, params[0]) for each in lists for s in each):
+                odd = "the kernel takes a float32 state beside the parameters"
             fixed = [state.data_ptr() for each in lists for state in each]
             table = kernels.new_table([param.numel() for param in params], params[0].device)
             members = self._members[number] = _Members(facts, odd, lists, fixed, table)
         return members
+
+    def _facts(self, params: list[Tensor]) -> list[tuple[Any, ...]]:
+        """What must stay as it is for a table to stay true."""
+        return [
+            (id(p), p.numel(), p.dtype, p.is_contiguous(), *map(id, self.state[p].values()))
+            for p in params
+        ]
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         """The state of `param`, made if there is none."""
@@ -128,6 +140,13 @@ class _OnePass(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._members, self._told = {}, set()
+        # A state of torch's optimizer that was not fused says so, and counts steps on the CPU.
+        for group in self.param_groups:
+            group.update(_NOT_HERE)
+            for param in group["params"]:
+                steps = self.state.get(param, {}).get("step")
+                if steps is not None:
+                    self.state[param]["step"] = steps.to(param.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -152,6 +171,12 @@ class AdamW(_OnePass, torch.optim.AdamW):
     """
 
 
+def _fits_the_kernel(state: Tensor, param: Tensor) -> bool:
+    """Whether the kernel can take `state` beside `param`."""
+    beside = state.device == param.device and state.dtype is torch.float32
+    return beside and state.is_contiguous()
+
+
 def _odd_settings(group: dict[str, Any]) -> str | None:
     """What the kernel does not do of a group's settings; None if it does all."""
     if group["amsgrad"]:
@@ -166,8 +191,6 @@ def _odd_settings(group: dict[str, Any]) -> str | None:
 
 def _odd_params(params: list[Tensor]) -> str | None:
     """What the kernel does not do of `params`; None if it does all."""
-    if len({param.device for param in params}) > 1:
-        return "the parameters of a group are on several devices"
     if not all(param.dtype is torch.float32 for param in params):
         return "the kernel takes float32 parameters"
     if not all(param.is_contiguous() for param in params):

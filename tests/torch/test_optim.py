@@ -98,6 +98,41 @@ def test_states_go_over_to_torch_and_back(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_state_of_torchs_that_was_not_fused_is_fused_here(ours: Any, theirs: Any) -> None:
+    weights, other = run(theirs, "reference", 3)
+    assert not other.param_groups[0]["fused"]
+    twin = [w.detach().clone().requires_grad_() for w in weights]
+    mine = ours(twin)
+    mine.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert mine.param_groups[0]["fused"] is True
+    assert {state["step"].device.type for state in mine.state.values()} == {HERE}
+    scaler = GradScaler(HERE, init_scale=4.0)
+    with kernels.use("triton"):
+        scaler.scale(sum((w.sum() for w in twin), torch.zeros((), device=HERE))).backward()
+        scaler.step(mine)
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    other.step()
+    for a, b in zip(twin, weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_that_is_cleared_or_replaced_is_not_gone_on_with() -> None:
+    w = torch.ones(4, device=HERE, requires_grad=True)
+    optimizer = optim.Adam([w], lr=0.5)
+    with kernels.use("triton"):
+        for change in (lambda: None, optimizer.state.clear, lambda: None):
+            change()
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+        assert float(optimizer.state[w]["step"]) == 2.0
+        optimizer.state[w]["exp_avg"] = torch.full_like(w, 7.0)
+        w.grad = torch.zeros_like(w)
+        optimizer.step()
+    assert optimizer.state[w]["exp_avg"].tolist() == pytest.approx([6.3] * 4)
+
+
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("scaler_kind", [GradScaler, torch.amp.GradScaler])
 def test_a_skipped_step_writes_nothing(kind: Any, scaler_kind: Any) -> None:

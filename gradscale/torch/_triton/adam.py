@@ -15,8 +15,6 @@ from gradscale.torch._triton.tables import CHUNK, Table
 _BLOCK = tl.constexpr(1024)
 # What one program takes of a chunk. Smaller than for reading: four lists are in flight at once.
 PIECES = 8
-ROWS = 5
-"""The rows of the table: gradients, parameters, both averages, step counters."""
 
 
 @triton.jit
@@ -152,8 +150,9 @@ def step(
     divisor: Tensor | None,
     skip: Tensor | None,
 ) -> None:
-    """One step of the tensors in `table`, whose rows are as `ROWS` says.
+    """One step of the tensors in `table`.
 
+    Its rows are gradients, parameters, both averages and the step counters, all float32.
     `divisor` is float32, what is in the gradients; `skip` is float32, and not 0 skips.
     """
     chunks, addresses = table.chunks, table.addresses
