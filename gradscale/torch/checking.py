@@ -137,12 +137,13 @@ class Checking(Scaling):
             found[device] = torch.maximum(found[device], flag) if device in found else flag
         fits = self._fits.get(id(optimizer))
         self._fits[id(optimizer)] = reading.fits if fits is None else fits & reading.fits
+        # The first reading is that of the window's own gradients; what follows, of gradients that
+        # another optimizer has had or somebody has edited, has another scale in it.
         measured = self._measured[id(optimizer)]
-        measured.amax = reading.amax
-        measured.peaks |= reading.peaks or {}
-        measured.counts |= reading.counts or {}
-        if reading.finite_amax is not None:
-            measured.finite_amax = reading.finite_amax
+        if measured.amax is None:
+            measured.amax, measured.finite_amax = reading.amax, reading.finite_amax
+        measured.peaks = (reading.peaks or {}) | measured.peaks
+        measured.counts = (reading.counts or {}) | measured.counts
         state["stage"] = stage
 
     def _measure_underflow(
@@ -193,11 +194,10 @@ class Checking(Scaling):
         """Adds a `reading` of unscaled gradients: what is not finite only now does not fit."""
         before = self._found(self._found_inf_per_device(optimizer))
         spoilt = self._found(reading.found_inf) & ~before
-        amax = self._measured[id(optimizer)].amax  # of the scaled ones
         measured = self._measured[id(optimizer)]
         measured.edited |= reading.peaks or {}
         measured.edited_counts |= reading.counts or {}
-        self._record(optimizer, Reading({}, reading.fits & ~spoilt, amax), OptState.UNSCALED)
+        self._record(optimizer, Reading({}, reading.fits & ~spoilt), OptState.UNSCALED)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """The 2-norm of the unscaled gradients, after unscaling and clipping them in place.

@@ -96,6 +96,18 @@ def test_torchs_loop_measures_what_it_reads_anyway() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_amax_is_that_of_gradients_with_the_windows_scale(device: str) -> None:
+    # A scale below 1 is read on its own; the shared gradient is unscaled by then.
+    scaler = GradScaler(device, init_scale=0.5)
+    shared, own = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
+    first, second = SGD([shared], lr=0.0), SGD([own, shared], lr=0.0)
+    scaler.backward((9.0 * shared + 3.0 * own).sum())
+    scaler.step(first)
+    scaler.step(second)
+    assert float(scaler.outcome(second).amax) == 1.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_dummy_step_moves_nothing(device: str) -> None:
     scaler = GradScaler(device, init_scale=4.0, growth_interval=1)
     w = torch.zeros(1, device=device, requires_grad=True)
