@@ -272,6 +272,15 @@ def test_an_empty_or_foreign_checkpoint_is_named() -> None:
     GradScaler("cpu", enabled=False).load_state_dict({})
 
 
+@pytest.mark.parametrize(("left", "bad_steps"), [(3, 0), (1, 2), (-4, 2)])
+def test_megatrons_patience_is_counted_from_our_hysteresis(left: int, bad_steps: int) -> None:
+    scaler = GradScaler("cpu", hysteresis=3)
+    saved = {"scale": 1024.0, "growth_tracker": 0, "hysteresis_tracker": left}
+    scaler.load_state_dict({"grad_scaler": saved})
+    assert scaler.state_dict()["gradscale"]["state"] == {"bad_steps": bad_steps}
+    assert scaler.get_scale() == 1024.0
+
+
 def test_a_scaler_that_is_off_stays_at_1() -> None:
     off = GradScaler("cpu", policy=Off())
     off.load_state_dict(GradScaler("cpu", init_scale=8.0).state_dict(), settings=False)
