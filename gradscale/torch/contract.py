@@ -69,7 +69,7 @@ def step_on_device(
                 delattr(optimizer, name)
     for _, param in first:
         buffer = optimizer.state[param]["momentum_buffer"]
-        buffer.masked_fill_(move(skipped, buffer.device), 0)
+        buffer.masked_fill_(move(skipped, buffer.device) != 0, 0)
     return result
 
 
@@ -79,7 +79,7 @@ def _without_momentum(optimizer: Optimizer) -> list[tuple[dict[str, Any], Tensor
     Its kernel leaves the new buffer uninitialised when the step is skipped, and then takes it for a
     real one. Zeros are as good as none without dampening: momentum * 0 + grad is grad.
     """
-    if not isinstance(optimizer, SGD):
+    if not isinstance(optimizer, SGD) or getattr(optimizer, "_begins_with_zeros", False):
         return []
     return [
         (group, param)

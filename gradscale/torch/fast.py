@@ -40,38 +40,44 @@ class Fast(Stepping):
         place = None
         if kernels.take(device) and not capturing() and window.is_plain():
             if not self._per_optimizer_states and all(map(is_capable, optimizers)):
-                place = kernels.locate(params)
+                grads = [param.grad for param in params if param.grad is not None]
+                place = kernels.locate(params, grads)
         if place is None or place.keys[0][0] != device:
             return None
         measured = self._measured[id(optimizers[0])]
         due = self._underflow_is_due(optimizers)
         smallest_normal = self._format.smallest_normal if due else None
-        gathered = kernels.reading().gather(place.groups, window.inv_scale, smallest_normal)
         state, row = self._live("apply()"), self._row(optimizers[0], window.scale)
-        slots = kernels.deciding().decide(
-            gathered,
-            max_norm,
+        question = kernels.reading().Question(
             window.scale,
             window.loss_finite,
-            (self._counters[LOSSES], self._counters[STEPS], row),
+            self._counters[LOSSES],
+            self._counters[STEPS],
+            row,
             self._policy,
             state,
-            (PATIENT_LOSSES, LOSS_PERIOD),
+            PATIENT_LOSSES,
+            LOSS_PERIOD,
         )
-        applied, finite, fits, loss_finite, skipped = slots.flags.unbind()
-        window.finite = finite  # told once, also if an optimizer raises now and is asked again
-        norm, amax, underflow, divisor, measured.finite_amax = slots.floats.unbind()
+        slots, counts = kernels.reading().read_and_decide(
+            place.groups, window.inv_scale, max_norm, smallest_normal, question
+        )
+        window.finite = slots.flags[1]  # told once, also if an optimizer raises and is asked again
+        divisor, skipped = slots.floats[3], slots.floats[5]
+        with kernels.knowing(grads, place.facts):
+            for optimizer in optimizers:
+                step_on_device(optimizer, divisor, skipped, (), {})
+        applied, finite, fits, loss_finite = slots.flags.unbind()
+        norm, amax, underflow, _, measured.finite_amax, _ = slots.floats.unbind()
         for optimizer in optimizers[1:]:
             self._row(optimizer, row).copy_(row)
-        sizes = [len(table.chunks.sizes) for _, table in place.groups]
-        rows = gathered.counts.split(sizes)
+        rows = counts.split([table.tensors for _, table in place.groups])
         measured.counts = dict(zip(place.keys, rows, strict=True))
         for optimizer in optimizers:
-            step_on_device(optimizer, divisor, skipped, (), {})
             window.use(optimizer)
             if keep:
-                self._mark_stepped(optimizer, window, skipped)
-                self._remember_skip(optimizer, window, skipped)
+                self._mark_stepped(optimizer, window, ~applied)
+                self._remember_skip(optimizer, window, ~applied)
         floor = getattr(self._policy, "min_scale", 0.0)
         outcome = StepOutcome(
             applied=applied,
@@ -82,11 +88,11 @@ class Fast(Stepping):
             grad_norm=norm,
             amax=amax,
             underflow=underflow if due else None,
-            skipped_in_a_row=slots.told[-1],
+            skipped_in_a_row=slots.told[6],
             _format=self._format,
             _floor=floor,
             _blame=self._blame_later(optimizers),
             _done=mark_in_stream(skipped),
         )
         self._tell(optimizers, outcome)
-        return Record(slots.told[:-1], [Move(0, state.scale, state.scale, floor)], self._iteration)
+        return Record(slots.told, [Move(0, state.scale, state.scale, floor)], self._iteration)

@@ -8,6 +8,7 @@ same.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,14 @@ PATHS = ("auto", "triton", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _KEPT_TABLES = 64
 
+Fact = tuple[int, int, torch.dtype, bool | tuple[int, ...]]
+"""Where a tensor lies: its address, size, format, and layout (True: contiguous, else strides)."""
+
 _path = "auto"
 _tables: OrderedDict[Any, Table] = OrderedDict()
-_places: OrderedDict[tuple[int, int], Place] = OrderedDict()
+_places: OrderedDict[Any, Place] = OrderedDict()
+_known: tuple[list[int], list[Fact]] = ([], [])
+"""Ids and facts of tensors that somebody holds at the moment."""
 
 
 @contextmanager
@@ -51,21 +57,6 @@ def available() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def fit(values: Values) -> bool:
-    """Whether the kernels can take all of `values`."""
-    devices = {device for device, _ in values}
-    if len(devices) != 1 or not all(dtype in DTYPES for _, dtype in values):
-        return False
-    if not take(next(iter(devices))):
-        return False
-    # A subclass (DTensor, say) need not keep its numbers where its address says.
-    return all(
-        type(value) is Tensor and value.is_contiguous()
-        for group in values.values()
-        for value in group
-    )
-
-
 def take(device: torch.device) -> bool:
     """Whether kernels work on `device`."""
     if _path == "reference" or torch.compiler.is_compiling():
@@ -76,22 +67,92 @@ def take(device: torch.device) -> bool:
     return available() and device.index in (None, torch.cuda.current_device())
 
 
+def fit(values: Values) -> bool:
+    """Whether the kernels can take all of `values`."""
+    devices = {device for device, _ in values}
+    if len(devices) != 1 or not all(dtype in DTYPES for _, dtype in values):
+        return False
+    if not take(next(iter(devices))):
+        return False
+    # A subclass (DTensor, say) need not keep its numbers where its address says.
+    return all(
+        type(value) is Tensor and dense(value) for group in values.values() for value in group
+    )
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether the elements of `tensor` lie side by side, each once, in whatever order."""
+    return tensor.is_contiguous() or _covers(tuple(tensor.shape), tensor.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _covers(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether such strides visit every one of as many places as there are elements."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def facts_of(tensors: Sequence[Any]) -> list[Fact] | None:
+    """Where dense `tensors` lie; None if one is of another kind."""
+    ids, facts = _known
+    if len(ids) == len(tensors) and ids == [*map(id, tensors)]:
+        return facts
+    if not set(map(type, tensors)) <= {Tensor}:
+        return None
+    try:
+        return [
+            (t.data_ptr(), t.numel(), t.dtype, t.is_contiguous() or t.stride()) for t in tensors
+        ]
+    except RuntimeError:  # sparse tensors have no address
+        return None
+
+
+@contextmanager
+def knowing(tensors: Sequence[Tensor], facts: list[Fact]) -> Iterator[None]:
+    """Spares `facts_of` another look at `tensors`, which the caller holds, inside the block."""
+    global _known
+    _known = [*map(id, tensors)], facts
+    try:
+        yield
+    finally:
+        _known = [], []
+
+
 def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
     """Where `values` lie, by their formats."""
     found = []
     for (device, dtype), group in values.items():
         sizes = tuple([value.numel() for value in group])
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        stream = _stream(device)
+        if stream is None:
             table = new_table(sizes, device)
         else:
-            key = (device, dtype, sizes)
+            key = (device, stream, dtype, sizes)
             table = _tables.pop(key) if key in _tables else new_table(sizes, device)
             _tables[key] = table
             if len(_tables) > _KEPT_TABLES:
                 _tables.popitem(last=False)
-        table.point_to(group)
+        table.point_to([value.data_ptr() for value in group])
         found.append((dtype, table))
     return found
+
+
+def _stream(device: torch.device) -> int | None:
+    """The current stream, which tables and their workspaces belong to.
+
+    None while a CUDA graph is captured: what it uses is used by nobody else.
+    """
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def new_table(sizes: Sequence[int], device: torch.device) -> Table:
@@ -104,28 +165,27 @@ def new_table(sizes: Sequence[int], device: torch.device) -> Table:
 class Place(NamedTuple):
     """Where the gradients of certain parameters lie."""
 
-    facts: list[tuple[int, int, torch.dtype]]
-    """The address, size and format of each."""
+    facts: list[Fact]
     groups: list[tuple[torch.dtype, Table]]
     keys: list[tuple[torch.device, torch.dtype]]
 
 
-def locate(params: list[Tensor]) -> Place | None:
-    """Where the gradients of `params` lie; None if kernels cannot take them.
+def locate(params: list[Tensor], grads: list[Tensor]) -> Place | None:
+    """Where `grads`, those of `params`, lie; None if kernels cannot take them.
 
-    As long as addresses, sizes and formats stay, what was found the last time is true.
+    As long as addresses, sizes, formats and layouts stay, what was found the last time is true.
     """
-    from gradscale.torch.unscale import values_of
-
-    grads = [param.grad for param in params]
-    if not all(type(g) is Tensor and g.is_contiguous() for g in grads):
+    facts = facts_of(grads)
+    if facts is None:
         return None
-    facts = [(g.data_ptr(), g.numel(), g.dtype) for g in grads]  # type: ignore[union-attr]
-    key = (id(params[0]), len(params))
-    place = _places.get(key)
+    stream = _stream(params[0].device)
+    key = (stream, id(params[0]), len(params))
+    place = None if stream is None else _places.get(key)
     if place is not None and place.facts == facts:
         return place
-    values = values_of(params)
+    values: Values = {}
+    for grad in grads:
+        values.setdefault((grad.device, grad.dtype), []).append(grad)
     if not fit(values):
         return None
     # Tables of its own: those in `_tables` belong to whoever came last with tensors of these sizes.
@@ -134,34 +194,21 @@ def locate(params: list[Tensor]) -> Place | None:
     groups = []
     for number, ((device, dtype), group) in enumerate(values.items()):
         table = old[number][1] if old else new_table([value.numel() for value in group], device)
-        table.point_to(group)
+        table.point_to([fact[0] for fact in facts if fact[2] is dtype])
         groups.append((dtype, table))
     place = Place(facts, groups, list(values))
-    _places[key] = place
-    if len(_places) > _KEPT_TABLES:
-        _places.popitem(last=False)
+    if stream is not None:
+        _places[key] = place
+        if len(_places) > _KEPT_TABLES:
+            _places.popitem(last=False)
     return place
 
 
 def reading() -> Any:
-    """The module with the kernels that read."""
+    """The module with the kernel that reads, and decides."""
     from gradscale.torch._triton import reading
 
     return reading
-
-
-def deciding() -> Any:
-    """The module with the kernel that decides."""
-    from gradscale.torch._triton import deciding
-
-    return deciding
-
-
-def adam() -> Any:
-    """The module with the kernels of Adam and AdamW."""
-    from gradscale.torch._triton import adam
-
-    return adam
 
 
 def writing() -> Any:
@@ -169,3 +216,8 @@ def writing() -> Any:
     from gradscale.torch._triton import writing
 
     return writing
+
+
+def stepping(rule: str) -> Any:
+    """The module with the kernel of an optimizer: "adam", "sgd" or "lion"."""
+    return importlib.import_module(f"gradscale.torch._triton.{rule}")

@@ -106,11 +106,14 @@ def read(values: Values, inv_scale: Tensor) -> Reading:
     return _survey(values, inv_scale)[0]
 
 
-def _read_by_kernel(values: Values, inv_scale: Tensor, max_norm: float) -> tuple[Reading, Norm]:
-    """One pass for everything."""
+def _read_by_kernel(
+    values: Values, inv_scale: Tensor, max_norm: float, unscale: bool = False
+) -> tuple[Reading, Norm]:
+    """One pass for everything; with `unscale` for everything but the norm."""
     device = next(iter(values))[0]
     here = move(inv_scale, device)
-    summary, counts = kernels.reading().read(kernels.tables(values), here, max_norm)
+    tables = kernels.tables(values)
+    summary, counts = kernels.reading().read(tables, here, max_norm, unscale=unscale)
     starts = itertools.accumulate((len(group) for group in values.values()), initial=0)
     rows = {key: counts[i:][: len(values[key])] for key, i in zip(values, starts, strict=False)}
     found, amax, peak = {device: summary.found_inf}, summary.amax, summary.finite_amax
@@ -148,6 +151,8 @@ def _survey(values: Values, inv_scale: Tensor) -> tuple[Reading, Tensor]:
 @torch.no_grad()
 def unscale(values: Values, inv_scale: Tensor) -> Reading:
     """Multiplies `values` by `inv_scale` in place; what `read` would have said of them before."""
+    if kernels.fit(values):
+        return _read_by_kernel(values, inv_scale, math.inf, unscale=True)[0]
     if not readable(inv_scale) or float(inv_scale) > 1:
         reading = read(values, inv_scale)
         multiply(values, inv_scale)

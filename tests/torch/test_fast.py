@@ -116,12 +116,11 @@ def test_bad_losses_are_forgiven_for_a_while_as_on_the_long_way() -> None:
 
 def taken(do: Any) -> bool:
     """Whether `do` goes the fast way."""
-    with (
-        kernels.use("triton"),
-        mock.patch.object(kernels, "deciding", side_effect=kernels.deciding) as deciding,
-    ):
+    reading = kernels.reading()
+    deciding = mock.patch.object(reading, "read_and_decide", wraps=reading.read_and_decide)
+    with kernels.use("triton"), deciding as decide:
         do()
-    return bool(deciding.called)
+    return bool(decide.called)
 
 
 def test_what_goes_the_fast_way() -> None:
@@ -187,7 +186,7 @@ def test_gradients_at_the_same_address_but_of_another_size_or_format_are_read_an
             grad = make()
             w = torch.ones(grad.shape, device=HERE, dtype=grad.dtype, requires_grad=True)
             w.grad = grad
-            place = kernels.locate([w])
+            place = kernels.locate([w], [grad])
             assert place is not None
             ((dtype, table),) = place.groups
             assert dtype is grad.dtype

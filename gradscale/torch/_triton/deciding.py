@@ -1,4 +1,4 @@
-"""From what the tensors are like to what becomes of the step, in one launch.
+"""From what gradients are like to what becomes of the step.
 
 Everything that `step()` and `update()` decide with a dozen small operations each: whether to skip,
 by what to divide, where the scale goes, what is counted, and what the host is told. The rules are
@@ -7,7 +7,7 @@ those of policy.py and keeper.py; tests walk both.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gradscale.policy import Dynamic, DynamicState, Policy, State, room_below
-from gradscale.torch._triton.reading import Gathered, summarize
 
 _LAST = tl.constexpr(2**31 - 2)
 
@@ -24,20 +23,80 @@ class Slots(NamedTuple):
     """Where a decision goes: places of its own, which nobody writes to again."""
 
     flags: Tensor
-    """bool: applied, finite, fits, loss_finite, skipped."""
+    """bool: applied, finite, fits, loss_finite."""
     floats: Tensor
-    """float32: norm, amax, underflow, what to divide by, the largest finite magnitude."""
+    """float32: norm, amax, underflow, what to divide by, the largest finite magnitude, skipped."""
     told: Tensor
-    """int32: what travels to the host, see `events.Record`; then skipped_in_a_row again."""
+    """int32: what travels to the host, see `events.Record`; its end is skipped_in_a_row."""
 
     @classmethod
     def on(cls, device: torch.device) -> Slots:
         """Empty slots."""
         return cls(
-            torch.empty(5, dtype=torch.bool, device=device),
-            torch.empty(5, dtype=torch.float32, device=device),
-            torch.empty(8, dtype=torch.int32, device=device),
+            torch.empty(4, dtype=torch.bool, device=device),
+            torch.empty(6, dtype=torch.float32, device=device),
+            torch.empty(7, dtype=torch.int32, device=device),
         )
+
+
+class Question(NamedTuple):
+    """What a decision is made from, besides the gradients."""
+
+    window_scale: Tensor
+    """float32: the scale that is in the gradients."""
+    loss_finite: Tensor | None
+    """bool: whether the losses were finite; None where that rule is off."""
+    bad_losses: Tensor
+    """int32: bad losses in a row; counted on in place."""
+    steps: Tensor
+    """int32: `update()`s; counted on in place."""
+    row: Tensor
+    """int32: skipped steps in a row; counted on in place."""
+    policy: Policy
+    """The rule that moves the scale."""
+    state: State
+    """Its state, moved in place."""
+    patience: int
+    """How many bad losses in a row are forgiven."""
+    period: int
+    """One in how many counts after those."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """For `decide`, up to its slots."""
+        given, state = self.policy, self.state
+        dynamic = given if isinstance(given, Dynamic) else _STILL
+        return (
+            self.window_scale,
+            self.window_scale if self.loss_finite is None else self.loss_finite,
+            self.bad_losses,
+            self.steps,
+            self.row,
+            *(state if isinstance(state, DynamicState) else (state.scale, self.row, self.row)),
+            *settings_of(dynamic),
+            self.patience,
+            self.period,
+        )
+
+    def constants(self) -> tuple[bool, bool]:
+        """For `decide`: whether losses tell, and whether the scale moves."""
+        return self.loss_finite is not None, isinstance(self.policy, Dynamic)
+
+
+_STILL = Dynamic()
+"""Stands for the settings of a policy that does not move."""
+
+
+def settings_of(policy: Dynamic) -> tuple[Any, ...]:
+    """For `moved_dynamic`."""
+    return (
+        policy.growth_factor,
+        policy.backoff_factor,
+        policy.growth_interval,
+        policy.hysteresis,
+        policy.min_scale,
+        policy.max_scale,
+        room_below(policy.growth_factor),
+    )
 
 
 @triton.jit
@@ -67,11 +126,14 @@ def moved_dynamic(
 
 
 @triton.jit
-def _decide(
-    reports,
-    numbers,
-    tensors,
-    max_norm,
+def decide(
+    found,
+    fits,
+    amax,
+    norm,
+    clip,
+    share,
+    peak,
     window_scale_at,
     loss_finite_at,
     bad_losses_at,
@@ -94,11 +156,8 @@ def _decide(
     told,
     LOSSES: tl.constexpr,
     MOVES: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    found, fits, amax, norm, clip, share, peak = summarize(
-        reports, numbers, tensors, max_norm, WIDTH
-    )
+    """Writes what becomes of a step whose gradients `summarize` found to be like this."""
     finite = found == 0
     skipped = found | (fits == 0)
     loss_finite = finite == finite
@@ -143,12 +202,12 @@ def _decide(
     tl.store(flags + 1, finite)
     tl.store(flags + 2, fits)
     tl.store(flags + 3, loss_finite)
-    tl.store(flags + 4, skipped)
     tl.store(floats, tl.where(skipped, float("nan"), norm))
     tl.store(floats + 1, amax)
     tl.store(floats + 2, share)
     tl.store(floats + 3, tl.where(skipped, used, divisor))
     tl.store(floats + 4, peak)
+    tl.store(floats + 5, skipped.to(tl.float32))
     tl.store(told, steps)
     tl.store(told + 1, after.to(tl.int32, bitcast=True))
     tl.store(told + 2, scale.to(tl.int32, bitcast=True))
@@ -156,52 +215,3 @@ def _decide(
     tl.store(told + 4, (skipped == 0).to(tl.int32))
     tl.store(told + 5, loss_finite.to(tl.int32))
     tl.store(told + 6, row)
-    tl.store(told + 7, row)
-
-
-def decide(
-    gathered: Gathered,
-    max_norm: float,
-    window_scale: Tensor,
-    loss_finite: Tensor | None,
-    counters: tuple[Tensor, Tensor, Tensor],
-    policy: Policy,
-    state: State,
-    losses: tuple[int, int],
-) -> Slots:
-    """What becomes of a step with these gradients; moves `state` and `counters` in place.
-
-    Args:
-        gathered: What the gradients are like.
-        max_norm: What to clip to; infinite does not clip.
-        window_scale: float32: the scale that is in them.
-        loss_finite: bool: whether the losses were finite; None where that rule is off.
-        counters: int32: bad losses in a row, steps, skipped steps in a row.
-        policy: The rule that moves the scale.
-        state: Its state.
-        losses: How many bad losses in a row are forgiven, and then one in how many counts.
-    """
-    slots = Slots.on(window_scale.device)
-    dynamic = policy if isinstance(policy, Dynamic) else Dynamic()
-    moves = isinstance(policy, Dynamic)
-    _decide[(1,)](
-        *gathered,
-        max_norm,
-        window_scale,
-        window_scale if loss_finite is None else loss_finite,
-        *counters,
-        *(state if isinstance(state, DynamicState) else [state.scale] * 3),
-        dynamic.growth_factor,
-        dynamic.backoff_factor,
-        dynamic.growth_interval,
-        dynamic.hysteresis,
-        dynamic.min_scale,
-        dynamic.max_scale,
-        room_below(dynamic.growth_factor),
-        *losses,
-        *slots,
-        LOSSES=loss_finite is not None,
-        MOVES=moves,
-        WIDTH=512,
-    )
-    return slots

@@ -35,7 +35,8 @@ class Chunks(NamedTuple):
     def of(cls, sizes: Sequence[int], device: torch.device) -> Chunks:
         """The chunks of tensors with these `sizes`."""
         numel = torch.tensor(sizes, dtype=torch.int64)
-        counts = (numel + (CHUNK - 1)) // CHUNK
+        # One for an empty tensor as well, so that each has a program that speaks for it.
+        counts = torch.clamp((numel + (CHUNK - 1)) // CHUNK, min=1)
         firsts = torch.zeros(len(sizes) + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=firsts[1:])
         owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
@@ -75,15 +76,15 @@ class Table:
         self._addresses: list[int] = []
         self.addresses = torch.empty(0)
         """int64, on the device."""
-        self.workspace: tuple[Tensor, ...] = ()
-        """Where a kernel leaves what the next one takes; the owner of the kernels fills this."""
+        self.tensors = len(sizes)
+        """How many there are in a list."""
+        self.workspace: dict[str, list[Tensor]] = {}
+        """Where programs leave what others take; the owner of a kernel fills this."""
         self.aligned = False
         """Whether every address is a multiple of `ALIGNMENT`."""
 
-    def point_to(self, *rows: Sequence[Tensor], fixed: Sequence[int] = ()) -> None:
-        """Takes the addresses that the tensors of `rows` have now; `fixed` ones follow."""
-        addresses = [tensor.data_ptr() for row in rows for tensor in row]
-        addresses += fixed
+    def point_to(self, addresses: list[int]) -> None:
+        """Takes the `addresses` that the tensors have now, list by list."""
         if addresses != self._addresses:
             self._addresses = addresses
             self.addresses = send(torch.tensor(addresses, dtype=torch.int64), self.device)

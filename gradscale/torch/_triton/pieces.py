@@ -1,0 +1,209 @@
+"""What the steps of all optimizers share: the piece that a program takes, and where weights are.
+
+A weight in float16 or bfloat16 has a master of 32 bits: either a float32 of its own beside it, or
+16 more bits that make one together with it. For bfloat16 those bits are exactly the missing half of
+a float32; the weight is then the nearest one, ties away from 0. For float16 they count 2**-15 parts
+of the distance to the next float16 number: exact from 2**-16 up to 65504, and below 2**-16 within
+2**-40. A float16 weight beyond 65504 is infinite, and its split master with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradscale.torch._triton.chunks import ELEMENTS, chunk_of, load, power_of_two, store
+from gradscale.torch._triton.launching import Kernel
+from gradscale.torch._triton.tables import CHUNK, Table
+
+BLOCK = tl.constexpr(1024)
+"""Elements that a program has in hand at a time: fewer than for reading, because there are four
+lists."""
+SIZE = 4096
+"""Elements that a program takes."""
+
+MASTERS = {None: 0, "float32": 1, "split": 2}
+"""How a kernel is told where the master of a weight is."""
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""How the kernels of steps are compiled. A product that is rounded before it is added is the same
+on every machine and in the interpreter; the step waits for memory anyway."""
+_COUNTERS = 128
+_FLOAT32 = tl.constexpr(1)
+_SPLIT = tl.constexpr(2)
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)
+"""Added to a float32 below 2**22, it leaves no room for a fraction."""
+
+
+@triton.jit
+def piece_of(sizes, firsts, owners, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Whose piece this is, where it begins, and how many elements are left from there."""
+    pieces = CHUNK // SIZE
+    owner, start, left = chunk_of(sizes, firsts, owners, tl.program_id(0) // pieces, CHUNK)
+    begin = (tl.program_id(0) % pieces) * SIZE
+    return owner, start + begin, left - begin
+
+
+@triton.jit
+def gradient(
+    pointer, offsets, left, divisor, DIVIDE: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """A gradient without its scale; `BACK` leaves it so where it is."""
+    g = load(pointer, offsets, left, WHOLE)
+    if DIVIDE:
+        g = tl.div_rn(g, divisor)
+        if BACK:
+            store(pointer, offsets, left, g, WHOLE)
+    return g
+
+
+@triton.jit
+def weight(param, master, offsets, left, MASTER: tl.constexpr, WHOLE: tl.constexpr):
+    """Weights as float32."""
+    if MASTER == _FLOAT32:
+        return load(master, offsets, left, WHOLE)
+    if MASTER == _SPLIT:
+        if WHOLE:
+            low = tl.load(master + offsets)
+            high = tl.load(param + offsets)
+        else:
+            low = tl.load(master + offsets, mask=offsets < left, other=0)
+            high = tl.load(param + offsets, mask=offsets < left, other=0.0)
+        return _joined(high, low)
+    return load(param, offsets, left, WHOLE)
+
+
+@triton.jit
+def put_weight(param, master, offsets, left, p, MASTER: tl.constexpr, WHOLE: tl.constexpr):
+    """Writes weights, rounded, and their masters."""
+    if MASTER == _SPLIT:
+        high, low = _parted(p, param.dtype.element_ty)
+        if WHOLE:
+            tl.store(param + offsets, high)
+            tl.store(master + offsets, low)
+        else:
+            tl.store(param + offsets, high, mask=offsets < left)
+            tl.store(master + offsets, low, mask=offsets < left)
+    else:
+        if MASTER == _FLOAT32:
+            store(master, offsets, left, p, WHOLE)
+        store(param, offsets, left, p, WHOLE)
+
+
+@triton.jit
+def _binade(high):
+    """The exponent of float16 numbers; that of the smallest normal one for all below it."""
+    bits = high.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.maximum(((bits >> 23) & 0xFF) - 127, -14)
+
+
+@triton.jit
+def _joined(high, low):
+    """The float32 that a weight and its 16 more bits are."""
+    if high.dtype == tl.bfloat16:
+        bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
+        return bits.to(tl.float32, bitcast=True)
+    return high.to(tl.float32) + low.to(tl.float32) * power_of_two(_binade(high) - 25)
+
+
+@triton.jit
+def _parted(p, element: tl.constexpr):
+    """A float32 as a weight and its 16 more bits."""
+    if element == tl.bfloat16:
+        bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)
+        high = (bits + 0x8000) >> 16
+        low = (bits - (high << 16)).to(tl.int16)
+        return high.to(tl.int16).to(tl.bfloat16, bitcast=True), low
+    high = p.to(element)
+    finite = tl.abs(high.to(tl.float32)) < float("inf")
+    rest = tl.where(finite, (p - high.to(tl.float32)) * power_of_two(25 - _binade(high)), 0.0)
+    return high, ((rest + _ROUNDER) - _ROUNDER).to(tl.int32).to(tl.int16)
+
+
+@Kernel
+def _count(addresses, tensors, row, skip_at, SKIP: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds 1 to every step counter, unless the step was skipped."""
+    if SKIP:
+        if tl.load(skip_at) != 0:
+            return
+    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    there = places < tensors
+    counters = tl.load(addresses + row * tensors + places, mask=there, other=0)
+    at = counters.to(tl.pointer_type(tl.float32))
+    tl.store(at, tl.load(at, mask=there, other=0.0) + 1.0, mask=there)
+
+
+class Step(NamedTuple):
+    """What the steps of all optimizers are told."""
+
+    table: Table
+    """Rows of gradients, weights, the states of the rule, step counters where it counts, and
+    masters where there are some."""
+    dtype: torch.dtype
+    """The format of weights and gradients; states and counters are float32."""
+    master: str | None
+    """Where the masters are: "float32", "split", or None."""
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    divisor: Tensor | None
+    """float32: what is in the gradients, for all or, as a vector, for each tensor."""
+    skip: Tensor | None
+    """float32: not 0 skips."""
+    back: bool
+    """Whether to leave the gradients divided."""
+
+    @property
+    def programs(self) -> int:
+        """How many the kernel of the step needs."""
+        return self.table.chunks.total * (CHUNK // SIZE)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, if it is a number."""
+        return 0.0 if isinstance(self.lr, Tensor) else self.lr
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The first ones of every kernel of a step."""
+        table, chunks, divisor, skip = self.table, self.table.chunks, self.divisor, self.skip
+        anywhere = chunks.sizes  # stands for what is not there
+        return (
+            table.addresses,
+            table.tensors,
+            chunks.sizes,
+            chunks.firsts,
+            chunks.owners,
+            anywhere if divisor is None else divisor,
+            0 if divisor is None else divisor.dim(),
+            anywhere if skip is None else skip,
+            self.lr if isinstance(self.lr, Tensor) else anywhere,
+            self.rate,
+            self.weight_decay,
+            1.0 - self.rate * self.weight_decay,
+        )
+
+    def constants(self) -> tuple[Any, ...]:
+        """The first ones of every kernel of a step."""
+        return (
+            ELEMENTS[self.dtype],
+            MASTERS[self.master],
+            self.maximize,
+            self.weight_decay != 0,
+            self.divisor is not None,
+            self.back,
+            self.skip is not None,
+            isinstance(self.lr, Tensor),
+            self.table.aligned,
+            SIZE,
+            CHUNK,
+        )
+
+    def count(self, row: int) -> None:
+        """Counts the step in the counters, which are in `row` of the table; after the step."""
+        skip = self.table.chunks.sizes if self.skip is None else self.skip
+        programs = triton.cdiv(self.table.tensors, _COUNTERS)
+        arguments = (self.table.addresses, self.table.tensors, row, skip)
+        _count(programs, arguments, (self.skip is not None, _COUNTERS), num_warps=4)

@@ -1,0 +1,85 @@
+"""Masters of weights in float16 and bfloat16: a float32 beside each, or 16 more bits.
+
+The kernels have the same formulas, in gradscale/torch/_triton/pieces.py, which also says how exact
+they are; tests walk both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+"""The formats whose weights have masters."""
+MODES = ("float32", "split")
+WHOLE, LOW = "master", "master_low"
+"""The keys of masters in an optimizer's state: float32, and int16 beside the weight."""
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 numbers that weights and their 16 more bits are."""
+    if high.dtype is torch.bfloat16:
+        bits = (high.view(torch.int16).to(torch.int32) << 16) + low
+        return bits.view(torch.float32)
+    return high.float() + low.float() * _power_of_two(_binade(high) - 25)
+
+
+def part(whole: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float32 numbers as weights in `dtype` and their 16 more bits."""
+    if dtype is torch.bfloat16:
+        bits = torch.where(whole.isnan(), 0x7FC00000, whole.view(torch.int32))
+        high = (bits + 0x8000) >> 16
+        return high.to(torch.int16).view(dtype), (bits - (high << 16)).to(torch.int16)
+    high = whole.to(dtype)
+    rest = (whole - high.float()) * _power_of_two(25 - _binade(high))
+    low = torch.where(high.isfinite(), rest, torch.zeros_like(rest)).round()
+    return high, low.to(torch.int16)
+
+
+def _binade(high: Tensor) -> Tensor:
+    """The exponent of float16 numbers; that of the smallest normal one for all below it."""
+    return ((high.float().view(torch.int32) >> 23 & 0xFF) - 127).clamp(min=-14)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent, exactly, for exponents from -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def master_of(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """The float32 master of `param`, as its state has it; that of a split one is a copy."""
+    return join(param, state[LOW]) if LOW in state else state[WHOLE]
+
+
+def settle(param: Tensor, state: dict[str, Any], mode: str) -> None:
+    """Sees to it that `param` has a master of this `mode` in its `state`, and no other."""
+    key, other = (WHOLE, LOW) if mode == "float32" else (LOW, WHOLE)
+    if key in state and other not in state:
+        return
+    whole = master_of(param, state) if WHOLE in state or LOW in state else param.detach().float()
+    state.pop(other, None)
+    if mode == "float32":
+        state[WHOLE] = whole
+    else:
+        put(param, state, whole, mode)
+
+
+def put(param: Tensor, state: dict[str, Any], whole: Tensor, mode: str) -> None:
+    """Writes `param` and its master anew, in place where there is one."""
+    if mode == "float32":
+        param.copy_(state[WHOLE].copy_(whole))
+        return
+    high, low = part(whole, param.dtype)
+    param.copy_(high)
+    if LOW in state:
+        state[LOW].copy_(low)
+    else:
+        state[LOW] = low
+
+
+def follow(param: Tensor, state: dict[str, Any]) -> None:
+    """Takes over what somebody else has written to `param` into its float32 master."""
+    whole = state[WHOLE]
+    whole.copy_(torch.where(whole.to(param.dtype) == param, whole, param.float()))
