@@ -116,7 +116,9 @@ class Applying(Fast):
                 "scaler.backward(loss) instead of loss.backward()."
             )
         lists = [params_with_grad(optimizer) for optimizer in optimizers]
-        params = list({id(p): p for each in lists for p in each}.values())
+        params = lists[0]
+        if len(lists) > 1:
+            params = list({id(p): p for each in lists for p in each}.values())
         if not params:
             self._step_nothing(optimizers, window)
             return None

@@ -91,7 +91,7 @@ class Fast(Stepping):
             skipped_in_a_row=slots.told[6],
             _format=self._format,
             _floor=floor,
-            _blame=self._blame_later(optimizers),
+            _blame=self._blame_later(optimizers, len(params)),
             _done=mark_in_stream(skipped),
         )
         self._tell(optimizers, outcome)

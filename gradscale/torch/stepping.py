@@ -228,14 +228,19 @@ class Stepping(Checking):
         if readable(skipped):
             blame = self._blame_now(optimizers, window) if skipped else Blame([], None)
             return partial(Blame, *blame)
-        return self._blame_later(optimizers)
+        with_grad = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
+        return self._blame_later(optimizers, with_grad)
 
-    def _blame_later(self, optimizers: Sequence[Optimizer]) -> Callable[[], Blame]:
-        """What finds the parameters to blame when it is asked, from what was measured."""
+    def _blame_later(
+        self, optimizers: Sequence[Optimizer], with_grad: int
+    ) -> Callable[[], Blame]:
+        """What finds the parameters to blame when it is asked, from what was measured.
+
+        `with_grad` is how many parameters have gradients.
+        """
         refs = [weakref.ref(optimizer) for optimizer in optimizers]
         measured = self._measured[id(optimizers[0])]
-        params = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
-        complete = params == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
+        complete = with_grad == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
 
         def find() -> Blame:
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
