@@ -32,8 +32,8 @@ def alone(call: Call, before: Call, rounds: int) -> float:
     return statistics.median(taken[WARM_UP:])
 
 
-def on_device(call: Call, before: Call, rounds: int) -> float:
-    """Milliseconds between two events around the call, the median of the rounds.
+def on_device(call: Call, before: Call, rounds: int) -> tuple[float, bool]:
+    """Milliseconds between two events around the call, the median; whether the host was ahead.
 
     The device is put to sleep first, so that everything is queued when it wakes and it never waits
     for the host. A call that itself waits for the device cannot be queued; then this says so.
@@ -56,7 +56,7 @@ def on_device(call: Call, before: Call, rounds: int) -> float:
         taken.append(start.elapsed_time(end))
     if late:
         print(f"  in {late} of {rounds} rounds the device had to wait for the host", flush=True)
-    return statistics.median(taken)
+    return statistics.median(taken), not late
 
 
 def _on_host(call: Call, before: Call) -> float:
@@ -105,4 +105,4 @@ def copy_speed() -> float:
     """Bytes per millisecond that a copy reads and writes."""
     source = torch.ones(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / on_device(lambda: target.copy_(source), lambda: None, 20)
+    return 2 * source.nbytes / on_device(lambda: target.copy_(source), lambda: None, 20)[0]
