@@ -22,17 +22,21 @@ Row = dict[str, str | int]
 
 def row(
     benchmark: str, case: str, device: str, params: list[torch.Tensor], rounds: int,
-    milliseconds: float, speedup: float,
+    value: float, speedup: float, unit: str = "ms",
 ) -> Row:  # fmt: skip
-    """A row, printed on the way."""
+    """A row, printed on the way.
+
+    `value` goes into the column `median_ms`, whatever its `unit`: the columns are fixed, so a case
+    that is not about time has the unit in its name.
+    """
     where = torch.cuda.get_device_name() if device == "cuda" else platform.machine() + " CPU"
     values = [
         datetime.date.today().isoformat(), benchmark, case, where, torch.get_num_threads(),
         platform.python_version(), torch.__version__, gradscale.__version__,
         sum(param.numel() for param in params), len(params), rounds,
-        f"{milliseconds:.3f}", f"{speedup:.3f}",
+        f"{value:.3f}", f"{speedup:.3f}",
     ]  # fmt: skip
-    print(f"{case:45} {milliseconds:9.3f} ms   {speedup:.3f}x torch", flush=True)
+    print(f"{case:70} {value:9.3f} {unit:3}   {speedup:.3f}x torch", flush=True)
     return dict(zip(COLUMNS, values, strict=True))
 
 

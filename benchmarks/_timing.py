@@ -1,0 +1,108 @@
+"""What calls on a CUDA device cost: their time, told in three ways, and their memory.
+
+A call is timed together with a `before` that lays out what it needs and is not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+WARM_UP = 3
+# `torch.cuda._sleep` takes cycles; an H200 has at most 1.98 million in a millisecond.
+CYCLES_PER_MS = 2_000_000
+SHORTEST_PAUSE, LONGEST_PAUSE = 5.0, 20.0
+
+
+def alone(call: Call, before: Call, rounds: int) -> float:
+    """Milliseconds from a synchronised start to a synchronised end, the median of the rounds."""
+    taken = []
+    for _ in range(WARM_UP + rounds):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(taken[WARM_UP:])
+
+
+def on_device(call: Call, before: Call, rounds: int) -> tuple[float, bool]:
+    """Milliseconds between two events around the call, the median; whether the host was ahead.
+
+    The device is put to sleep first, so that everything is queued when it wakes and it never waits
+    for the host. A call that itself waits for the device cannot be queued; then this says so.
+    """
+    # The first time is to warm up.
+    pause = min(
+        max(2 * [_on_host(call, before) for _ in range(2)][1], SHORTEST_PAUSE), LONGEST_PAUSE
+    )
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    taken, late = [], 0
+    for _ in range(rounds):
+        before()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(round(pause * CYCLES_PER_MS))
+        start.record()
+        call()
+        end.record()
+        late += start.query()  # the device is awake already
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    if late:
+        print(f"  in {late} of {rounds} rounds the device had to wait for the host", flush=True)
+    return statistics.median(taken), not late
+
+
+def _on_host(call: Call, before: Call) -> float:
+    """Milliseconds until the call returns, whatever the device still has to do."""
+    before()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def in_a_row(call: Call, before: Call, steps: int, least: float) -> float:
+    """Milliseconds per call, over so many that nobody waits between.
+
+    What `before` takes by itself is subtracted. Where the device is the slower one, the host runs
+    `before` while the device still works, and the difference is too small: it is never less than
+    `least`, the time of the device.
+    """
+
+    def run(calls: list[Call], steps: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            for each in calls:
+                each()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3 / steps
+
+    run([before, call], WARM_UP)
+    both = run([before, call], steps)
+    return max(both - run([before], steps), least)
+
+
+def peak_memory(call: Call, before: Call) -> float:
+    """MiB that the call takes for the while, above what was allocated before it."""
+    before()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    allocated = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - allocated) / 2**20
+
+
+def copy_speed() -> float:
+    """Bytes per millisecond that a copy reads and writes."""
+    source = torch.ones(2**29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / on_device(lambda: target.copy_(source), lambda: None, 20)[0]

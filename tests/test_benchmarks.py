@@ -1,0 +1,98 @@
+"""The benchmarks: their models have the sizes that they claim, and all that can runs on the CPU."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import _shapes  # noqa: E402
+import drop_in  # noqa: E402
+import end_to_end  # noqa: E402
+import step  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On the tensors of these tests more threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_scripts_are_all_known_here() -> None:
+    folder = Path(__file__).parents[1] / "benchmarks"
+    scripts = {path.stem for path in folder.glob("[a-z]*.py")}
+    assert scripts == {script.__name__ for script in (drop_in, end_to_end, step)}
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "tensors"),
+    [
+        ("GPT-2 small", 124_439_808, 148),
+        ("GPT-2 XL", 1_557_611_200, 580),
+        ("ResNet-50", 25_557_032, 161),
+        ("7B-like", 6_738_415_616, 291),
+    ],
+)
+def test_model_has_the_shapes_of_its_name(model: str, parameters: int, tensors: int) -> None:
+    shapes = step.MODELS[model]
+    assert _shapes.size(shapes) == parameters
+    assert len(shapes) == tensors
+
+
+def test_layers_fit_with_a_tenth_of_the_memory_left() -> None:
+    for free in (0, 20 * 2**30, 80 * 2**30):
+        layers = _shapes.seven_b_layers(free)
+        assert 16 * _shapes.size(_shapes.seven_b(layers)) <= 0.9 * free or layers == 0
+        assert 16 * _shapes.size(_shapes.seven_b(layers + 1)) > 0.9 * free
+    assert _shapes.seven_b_layers(2**60) == 32
+
+
+# The compiler takes its time.
+FLOAT32 = [n for n, r in step.cases().items() if r.dtype is torch.float32 and not r.compiled]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_case_of_step_applies_every_step(name: str) -> None:
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (5, 1, 3)]
+    grads = [torch.empty_like(param, requires_grad=False) for param in params]
+    case = step.Case(step.cases()[name], params, grads, device="cpu")
+    for _ in range(3):
+        case.before()
+        case.after()
+    assert case.skipped() == 0
+    assert case.optimizer.state[params[0]]["step"] == 3
+    assert all(param.grad is None for param in params)
+
+
+def test_chosen_cases_come_with_what_they_are_compared_with() -> None:
+    assert list(step.chosen("ResNet-50", ["clip_grad_norm_"])) == ["torch", "ours, clip_grad_norm_"]
+    picked = step.chosen("ResNet-50", ["AdamW, no clipping"])
+    assert list(picked) == ["torch, no clipping", "ours, torch's AdamW, no clipping"]
+    assert len(step.chosen("GPT-2 small", [])) == len(step.cases())
+    assert not any("master" in name for name in step.chosen("7B-like", []))
+
+
+def test_small_gpt_has_the_size_of_gpt2() -> None:
+    with torch.device("meta"):
+        model = end_to_end.GPT(end_to_end.SMALL)
+    assert sum(param.numel() for param in model.parameters()) == 124_439_808
+
+
+def test_end_to_end_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "results.csv"
+    end_to_end.main(["--tiny", "--steps", "2", "--batch", "2", "--results", str(table)])
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = end_to_end.CASES
+    assert [row["case"] for row in rows[::3]] == [f"eager, {name}" for name in names]
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+    said = capsys.readouterr().out
+    assert said.count("11 of 11 steps applied") == len(names)
+    assert "float16, ours, against float16, no scaler: " in said
