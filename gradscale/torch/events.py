@@ -71,19 +71,16 @@ class Record:
 
     def __init__(
         self,
-        sent: Tensor,
+        numbers: Tensor,
+        arrived: torch.Event | None,
         moves: Sequence[Move],
         outcomes: Sequence[tuple[frozenset[int], StepOutcome]],
     ) -> None:
         self.moves = moves
         self.outcomes = outcomes
         """Every step since the last `update()`, with the ids of its optimizers."""
-        self._numbers = sent
-        self._arrived = event_on(sent.device)
-        if self._arrived is not None:
-            pinned = torch.empty(sent.shape, dtype=torch.int32, pin_memory=True)
-            self._numbers = pinned.copy_(sent, non_blocking=True)
-            self._arrived.record()
+        self._numbers = numbers
+        self._arrived = arrived
 
     @classmethod
     def of(
@@ -107,7 +104,12 @@ class Record:
         for _, outcome in outcomes:
             numbers += [outcome.applied, outcome.loss_finite, outcome.skipped_in_a_row]
         sent = torch.stack([move(number, device).to(torch.int32) for number in numbers])
-        return cls(sent, moves, outcomes)
+        arrived = event_on(device)
+        if arrived is not None:
+            pinned = torch.empty(sent.shape, dtype=torch.int32, pin_memory=True)
+            sent = pinned.copy_(sent, non_blocking=True)
+            arrived.record()
+        return cls(sent, arrived, moves, outcomes)
 
     def arrived(self) -> bool:
         """Whether reading it would wait for nothing."""

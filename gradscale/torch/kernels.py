@@ -28,14 +28,11 @@ PATHS = ("auto", "triton", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _KEPT_TABLES = 64
 
-Fact = tuple[int, int, torch.dtype, bool | tuple[int, ...]]
-"""Where a tensor lies: its address, size, format, and layout (True: contiguous, else strides)."""
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 _path = "auto"
 _tables: OrderedDict[Any, Table] = OrderedDict()
 _places: OrderedDict[Any, Place] = OrderedDict()
-_known: tuple[list[int], list[Fact]] = ([], [])
-"""Ids and facts of tensors that somebody holds at the moment."""
 
 
 @contextmanager
@@ -74,9 +71,8 @@ def fit(values: Values) -> bool:
         return False
     if not take(next(iter(devices))):
         return False
-    # A subclass (DTensor, say) need not keep its numbers where its address says.
     return all(
-        type(value) is Tensor and dense(value) for group in values.values() for value in group
+        type(value) in _PLAIN and dense(value) for group in values.values() for value in group
     )
 
 
@@ -98,30 +94,25 @@ def _covers(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def facts_of(tensors: Sequence[Any]) -> list[Fact] | None:
-    """Where dense `tensors` lie; None if one is of another kind."""
-    ids, facts = _known
-    if len(ids) == len(tensors) and ids == [*map(id, tensors)]:
-        return facts
-    if not set(map(type, tensors)) <= {Tensor}:
+class Spots(NamedTuple):
+    """Where tensors lie."""
+
+    addresses: list[int]
+    layout: bool | list[tuple[int, ...]]
+    """True if all are contiguous, else their strides."""
+
+
+def spots_of(tensors: Sequence[Any]) -> Spots | None:
+    """Where `tensors` lie; None if one is missing, sparse, or of a kind of its own."""
+    # A subclass (DTensor, say) need not keep its numbers where its address says.
+    if not set(map(type, tensors)) <= _PLAIN:
         return None
     try:
-        return [
-            (t.data_ptr(), t.numel(), t.dtype, t.is_contiguous() or t.stride()) for t in tensors
-        ]
+        addresses = list(map(Tensor.data_ptr, tensors))
+        flat = all(map(Tensor.is_contiguous, tensors))
     except RuntimeError:  # sparse tensors have no address
         return None
-
-
-@contextmanager
-def knowing(tensors: Sequence[Tensor], facts: list[Fact]) -> Iterator[None]:
-    """Spares `facts_of` another look at `tensors`, which the caller holds, inside the block."""
-    global _known
-    _known = [*map(id, tensors)], facts
-    try:
-        yield
-    finally:
-        _known = [], []
+    return Spots(addresses, flat or [tensor.stride() for tensor in tensors])
 
 
 def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
@@ -150,9 +141,15 @@ def _stream(device: torch.device) -> int | None:
     """
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
+    if capturing():
         return None
     return int(torch.cuda.current_stream().cuda_stream)
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    # Whether there is a GPU takes three times as long to tell as whether somebody uses it.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def new_table(sizes: Sequence[int], device: torch.device) -> Table:
@@ -165,7 +162,8 @@ def new_table(sizes: Sequence[int], device: torch.device) -> Table:
 class Place(NamedTuple):
     """Where the gradients of certain parameters lie."""
 
-    facts: list[Fact]
+    facts: Any
+    """What it is true of: where they lie, their sizes and formats."""
     groups: list[tuple[torch.dtype, Table]]
     keys: list[tuple[torch.device, torch.dtype]]
 
@@ -175,9 +173,10 @@ def locate(params: list[Tensor], grads: list[Tensor]) -> Place | None:
 
     As long as addresses, sizes, formats and layouts stay, what was found the last time is true.
     """
-    facts = facts_of(grads)
-    if facts is None:
+    spots = spots_of(grads)
+    if spots is None:
         return None
+    facts = (spots.layout, [(grad.numel(), grad.dtype) for grad in grads], spots.addresses)
     stream = _stream(params[0].device)
     key = (stream, id(params[0]), len(params))
     place = None if stream is None else _places.get(key)
@@ -189,12 +188,12 @@ def locate(params: list[Tensor], grads: list[Tensor]) -> Place | None:
     if not fit(values):
         return None
     # Tables of its own: those in `_tables` belong to whoever came last with tensors of these sizes.
-    same = place is not None and [fact[1:] for fact in place.facts] == [f[1:] for f in facts]
+    same = place is not None and place.facts[:2] == facts[:2]
     old = place.groups if place is not None and same and place.keys == list(values) else []
     groups = []
     for number, ((device, dtype), group) in enumerate(values.items()):
         table = old[number][1] if old else new_table([value.numel() for value in group], device)
-        table.point_to([fact[0] for fact in facts if fact[2] is dtype])
+        table.point_to([value.data_ptr() for value in group])
         groups.append((dtype, table))
     place = Place(facts, groups, list(values))
     if stream is not None:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradscale.errors import caller_level
 from gradscale.policy import Dynamic, State
 from gradscale.torch.keeper import ScaleKeeper, check_loss_id
+from gradscale.torch.kernels import capturing as capturing
 from gradscale.torch.losses import backward_alone
 from gradscale.torch.outcome import Measured, StepOutcome
 from gradscale.torch.unscale import clear, move, params_with_grad, readable, values_of
@@ -255,12 +256,6 @@ def _inside_functorch(value: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(
         torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
-    # Whether there is a GPU takes three times as long to tell as whether somebody uses it.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _losses_tell() -> bool:

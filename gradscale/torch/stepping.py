@@ -231,9 +231,7 @@ class Stepping(Checking):
         with_grad = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
         return self._blame_later(optimizers, with_grad)
 
-    def _blame_later(
-        self, optimizers: Sequence[Optimizer], with_grad: int
-    ) -> Callable[[], Blame]:
+    def _blame_later(self, optimizers: Sequence[Optimizer], with_grad: int) -> Callable[[], Blame]:
         """What finds the parameters to blame when it is asked, from what was measured.
 
         `with_grad` is how many parameters have gradients.

@@ -139,12 +139,12 @@ def _survey(values: Values, inv_scale: Tensor) -> tuple[Reading, Tensor]:
         amax = _amax(group) if device.type == "cpu" else peaks[device, dtype].amax()
         infinite = ~torch.isfinite(amax)
         found_inf[device] = torch.maximum(found_inf[device], infinite.float())
-        # What is infinite already does not fail to fit: the scale that made it was too high, not
-        # too low.
         unscaled = _widen(amax) * move(inv_scale, device)
-        fitting = torch.isfinite(unscaled.to(dtype)) | infinite
-        fits = fits & move(fitting, fits.device)
+        fits = fits & move(torch.isfinite(unscaled.to(dtype)), fits.device)
         largest = torch.maximum(largest, move(amax.float(), largest.device))
+    # Where something is infinite already, nothing fails to fit: the scale that made it was too
+    # high, not too low.
+    fits = fits | ~torch.isfinite(largest)
     return Reading(found_inf, fits, largest, peaks), largest
 
 

@@ -14,6 +14,7 @@ from gradscale.torch._triton.pieces import (
     BLOCK,
     OPTIONS,
     Step,
+    count,
     gradient,
     piece_of,
     put_weight,
@@ -64,6 +65,7 @@ def _adam(
     lr,
     weight_decay,
     kept,
+    arrivals,
     log_beta1,
     log_beta1_rest,
     log_beta2,
@@ -90,7 +92,7 @@ def _adam(
         if tl.load(skip_at) != 0:
             return
     owner, start, left = piece_of(sizes, firsts, owners, SIZE, CHUNK)
-    if left <= 0:
+    if (left <= 0) & (start > 0):
         return
     grad = pointer_to(addresses, owner, start, element, ALIGNED)
     param = pointer_to(addresses, tensors + owner, start, element, ALIGNED)
@@ -126,6 +128,7 @@ def _adam(
             grad, param, master, average, square, left, divisor, weight_decay, kept, first, second,
             rest, eps, step_size, root, MASTER, MAXIMIZE, DECAY, DIVIDE, BACK, ADAMW, SIZE, False,
         )  # fmt: skip
+    count(count_at, arrivals, owner, start + left, SIZE)
 
 
 def _two_floats(value: float) -> tuple[float, float]:
@@ -145,5 +148,4 @@ def step(step: Step, betas: tuple[float, float], eps: float, decoupled: bool) ->
         eps,
     )
     constants = (*step.constants(), decoupled)
-    _adam(step.programs, (*step.arguments(), *own), constants, **OPTIONS)
-    step.count(4)
+    _adam(step.programs, (*step.arguments(), *own), constants, step.formats, **OPTIONS)

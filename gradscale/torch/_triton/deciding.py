@@ -26,16 +26,19 @@ class Slots(NamedTuple):
     """bool: applied, finite, fits, loss_finite."""
     floats: Tensor
     """float32: norm, amax, underflow, what to divide by, the largest finite magnitude, skipped."""
+    row: Tensor
+    """int32: skipped steps in a row."""
     told: Tensor
-    """int32: what travels to the host, see `events.Record`; its end is skipped_in_a_row."""
+    """int32: what the host is told, see `events.Record`; in its memory, or else on the device."""
 
     @classmethod
-    def on(cls, device: torch.device) -> Slots:
+    def on(cls, device: torch.device, told: Tensor) -> Slots:
         """Empty slots."""
         return cls(
             torch.empty(4, dtype=torch.bool, device=device),
             torch.empty(6, dtype=torch.float32, device=device),
-            torch.empty(7, dtype=torch.int32, device=device),
+            torch.empty((), dtype=torch.int32, device=device),
+            told,
         )
 
 
@@ -91,8 +94,8 @@ def settings_of(policy: Dynamic) -> tuple[Any, ...]:
     return (
         policy.growth_factor,
         policy.backoff_factor,
-        policy.growth_interval,
-        policy.hysteresis,
+        min(policy.growth_interval, _LAST.value + 1),  # no counter goes further
+        min(policy.hysteresis, _LAST.value + 1),
         policy.min_scale,
         policy.max_scale,
         room_below(policy.growth_factor),
@@ -153,6 +156,7 @@ def decide(
     period,
     flags,
     floats,
+    row_told,
     told,
     LOSSES: tl.constexpr,
     MOVES: tl.constexpr,
@@ -195,6 +199,7 @@ def decide(
     tl.store(steps_at, steps)
     row = tl.where(skipped, tl.load(row_at) + 1, 0)
     tl.store(row_at, row)
+    tl.store(row_told, row)
     used = tl.load(window_scale_at)
     # Without clipping the quotient by the scale is exact; with it, rounded like any other.
     divisor = tl.where(clip < 1.0, tl.div_rn(1.0, tl.div_rn(1.0, used) * clip), used)

@@ -144,5 +144,5 @@ def summarize(reports, numbers, tensors, max_norm):
     clip = tl.minimum(tl.where(norm < INFINITY, wide, narrow), 1.0)
     amax = tl.where(some_nan, float("nan"), tl.where(found, INFINITY, tl.max(peak, 0)))
     share = tl.sum(small, 0).to(tl.float32) / tl.maximum(tl.sum(nonzero, 0), 1).to(tl.float32)
-    fits = tl.sum(misfits, 0) == 0
+    fits = (tl.sum(misfits, 0) == 0) | found
     return found, fits, amax, norm, clip, share, tl.max(peak, 0)

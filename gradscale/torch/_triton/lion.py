@@ -54,6 +54,7 @@ def _lion(
     lr,
     weight_decay,
     kept,
+    arrivals,
     beta1,
     rest1,
     beta2,
@@ -75,7 +76,7 @@ def _lion(
         if tl.load(skip_at) != 0:
             return
     owner, start, left = piece_of(sizes, firsts, owners, SIZE, CHUNK)
-    if left <= 0:
+    if (left <= 0) & (start > 0):
         return
     grad = pointer_to(addresses, owner, start, element, ALIGNED)
     param = pointer_to(addresses, tensors + owner, start, element, ALIGNED)
@@ -107,4 +108,4 @@ def _lion(
 def step(step: Step, betas: tuple[float, float]) -> None:
     """One step; the row of states is the average."""
     own = (betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1])
-    _lion(step.programs, (*step.arguments(), *own), step.constants(), **OPTIONS)
+    _lion(step.programs, (*step.arguments(), *own), step.constants(), step.formats, **OPTIONS)

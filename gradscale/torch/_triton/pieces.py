@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gradscale.torch._triton.chunks import ELEMENTS, chunk_of, load, power_of_two, store
-from gradscale.torch._triton.launching import Kernel
 from gradscale.torch._triton.tables import CHUNK, Table
 
 BLOCK = tl.constexpr(1024)
@@ -31,7 +30,6 @@ MASTERS = {None: 0, "float32": 1, "split": 2}
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """How the kernels of steps are compiled. A product that is rounded before it is added is the same
 on every machine and in the interpreter; the step waits for memory anyway."""
-_COUNTERS = 128
 _FLOAT32 = tl.constexpr(1)
 _SPLIT = tl.constexpr(2)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
@@ -123,17 +121,14 @@ def _parted(p, element: tl.constexpr):
     return high, ((rest + _ROUNDER) - _ROUNDER).to(tl.int32).to(tl.int16)
 
 
-@Kernel
-def _count(addresses, tensors, row, skip_at, SKIP: tl.constexpr, WIDTH: tl.constexpr):
-    """Adds 1 to every step counter, unless the step was skipped."""
-    if SKIP:
-        if tl.load(skip_at) != 0:
-            return
-    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    there = places < tensors
-    counters = tl.load(addresses + row * tensors + places, mask=there, other=0)
-    at = counters.to(tl.pointer_type(tl.float32))
-    tl.store(at, tl.load(at, mask=there, other=0.0) + 1.0, mask=there)
+@triton.jit
+def count(count_at, arrivals, owner, size, SIZE: tl.constexpr):
+    """Counts the step, once for a tensor: by the last of its pieces, when all have read it."""
+    pieces = tl.maximum((size + SIZE - 1) // SIZE, 1)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + owner, 1, sem="acq_rel") == pieces - 1:
+        tl.store(arrivals + owner, 0)
+        tl.store(count_at, tl.load(count_at) + 1.0)
 
 
 class Step(NamedTuple):
@@ -183,7 +178,21 @@ class Step(NamedTuple):
             self.rate,
             self.weight_decay,
             1.0 - self.rate * self.weight_decay,
+            self._arrivals(),
         )
+
+    @property
+    def formats(self) -> tuple[Any, ...]:
+        """What the form of a kernel depends on besides its constants."""
+        return (self.lr.dtype,) if isinstance(self.lr, Tensor) else ()
+
+    def _arrivals(self) -> Tensor:
+        """Counters, at 0 between launches, of the pieces of every tensor that are done."""
+        workspace, table = self.table.workspace, self.table
+        if "arrivals" not in workspace:
+            none = torch.zeros(table.tensors, dtype=torch.int32, device=table.device)
+            workspace["arrivals"] = [none]
+        return workspace["arrivals"][0]
 
     def constants(self) -> tuple[Any, ...]:
         """The first ones of every kernel of a step."""
@@ -200,10 +209,3 @@ class Step(NamedTuple):
             SIZE,
             CHUNK,
         )
-
-    def count(self, row: int) -> None:
-        """Counts the step in the counters, which are in `row` of the table; after the step."""
-        skip = self.table.chunks.sizes if self.skip is None else self.skip
-        programs = triton.cdiv(self.table.tensors, _COUNTERS)
-        arguments = (self.table.addresses, self.table.tensors, row, skip)
-        _count(programs, arguments, (self.skip is not None, _COUNTERS), num_warps=4)

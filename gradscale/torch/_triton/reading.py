@@ -74,6 +74,7 @@ def _read(
     period,
     flags,
     values,
+    row_told,
     told,
     element: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -145,6 +146,7 @@ def _read(
                     period,
                     flags,
                     values,
+                    row_told,
                     told,
                     LOSSES,
                     MOVES,
@@ -200,7 +202,7 @@ def read(
             there is no norm.
     """
     summary = torch.empty(7, dtype=torch.float32, device=inv_scale.device)
-    nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 3)
+    nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 4)
     end = (False, False, False)
     numbers = _launch(groups, inv_scale, max_norm, smallest_normal, unscale, summary, nothing, end)
     return Summary(*summary.unbind()), numbers[:, 1:3]
@@ -212,12 +214,14 @@ def read_and_decide(
     max_norm: float,
     smallest_normal: float | None,
     question: Question,
+    told: Tensor,
 ) -> tuple[Slots, Tensor]:
     """What becomes of a step with these gradients, and a row (infs, NaNs) for every tensor.
 
-    Moves the scale and counts on, in place, as `question` says; the rest is as in `read`.
+    Moves the scale and counts on, in place, as `question` says; `told` is for `Slots.told`, and the
+    rest is as in `read`.
     """
-    slots = Slots.on(inv_scale.device)
+    slots = Slots.on(inv_scale.device, told)
     decision = (*question.arguments(), *slots)
     end = (True, *question.constants())
     numbers = _launch(

@@ -11,6 +11,7 @@ from gradscale.torch._triton.pieces import (
     BLOCK,
     OPTIONS,
     Step,
+    count,
     gradient,
     piece_of,
     put_weight,
@@ -58,6 +59,7 @@ def _sgd(
     lr,
     weight_decay,
     kept,
+    arrivals,
     momentum,
     taken,
     element: tl.constexpr,
@@ -79,7 +81,7 @@ def _sgd(
         if tl.load(skip_at) != 0:
             return
     owner, start, left = piece_of(sizes, firsts, owners, SIZE, CHUNK)
-    if left <= 0:
+    if (left <= 0) & (start > 0):
         return
     grad = pointer_to(addresses, owner, start, element, ALIGNED)
     param = pointer_to(addresses, tensors + owner, start, element, ALIGNED)
@@ -111,12 +113,12 @@ def _sgd(
             grad, param, master, buffer, left, divisor, rate, weight_decay, momentum, taken,
             MASTER, MAXIMIZE, DECAY, DIVIDE, BACK, MOMENTUM, NESTEROV, SIZE, False,
         )  # fmt: skip
+    if MOMENTUM:
+        count(count_at, arrivals, owner, start + left, SIZE)
 
 
 def step(step: Step, momentum: float, dampening: float, nesterov: bool) -> None:
     """One step; with momentum the row of states is its buffer, then come the counters."""
     constants = (*step.constants(), momentum != 0, nesterov)
     own = (momentum, 1.0 - dampening)
-    _sgd(step.programs, (*step.arguments(), *own), constants, **OPTIONS)
-    if momentum:
-        step.count(3)
+    _sgd(step.programs, (*step.arguments(), *own), constants, step.formats, **OPTIONS)

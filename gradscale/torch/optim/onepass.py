@@ -18,16 +18,13 @@ from torch import Tensor
 from gradscale.errors import SettingError, caller_level
 from gradscale.torch import kernels
 from gradscale.torch.optim import masters
-from gradscale.torch.optim.members import Members
+from gradscale.torch.optim.plan import Members, Plan
 
 if TYPE_CHECKING:
     from gradscale.torch._triton.pieces import Step
 
 _FIXED = {"fused": True, "foreach": False, "differentiable": False}
 """Settings of torch's that have but one value here."""
-_OTHER_LAYOUT = "the kernel takes gradients laid out as their parameters"
-_LISTS = list[tuple[dict[str, Any], list[Tensor]]]
-"""Groups, and their parameters with gradients."""
 
 
 class OnePass(torch.optim.Optimizer):
@@ -49,13 +46,10 @@ class OnePass(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drops everything that is known about addresses."""
-        self._members: dict[int, list[Members]] = {}
-        self._dicts: list[int] = []
+        self._plan: Plan | None = None
+        self._looked = False
+        """Whether the plan is known to hold for the step that comes now."""
         self._told: set[str] = set()
-        self._copies = False
-        """Whether there have been gradients laid out other than their parameters."""
-        self._held: list[Any] = []
-        """The gradients that the kernel reads, until it is launched."""
 
     # What each optimizer says of itself.
 
@@ -85,116 +79,114 @@ class OnePass(torch.optim.Optimizer):
         """Steps, or, where a scaler says so, does not; what `closure` returned."""
         loss = None
         if closure is not None:
+            self._looked = False
             with torch.enable_grad():
                 loss = closure()
-        lists: _LISTS = [
-            (group, [param for param in group["params"] if param.grad is not None])
-            for group in self.param_groups
-        ]
-        devices = {param.device for _, params in lists for param in params}
-        if not any(map(kernels.take, devices)):
+        plan = self._plan if self._looked else self._look()
+        self._looked = False
+        if plan is None:
             self._step_by_torch()
             return loss
-        odd = next(filter(None, map(self._odd, self.param_groups)), None)
-        odd = odd if len(devices) == 1 else "the parameters are on several devices"
-        members = self._find_members(lists) if odd is None else []
-        if isinstance(members, str):
-            odd = members
-        if odd is not None:
-            if odd not in self._told:
-                self._told.add(odd)
-                name = type(self).__name__
-                warnings.warn(f"{name} takes the reference path: {odd}.", stacklevel=caller_level())
-            self._step_by_torch()
-            return loss
-        for number, (group, _) in enumerate(lists):
-            for some in members[number]:
-                self._launch(self._told_to(some, group), group)
-        self._held = []
-        for each in members.values():
-            for some in each:
-                some.note_written()
+        for members in plan.members:
+            self._launch(self._told_to(members), members.group)
+        plan.note_written(watch=self._watches())
         return loss
 
-    def _told_to(self, members: Members, group: dict[str, Any]) -> Step:
+    @torch.no_grad()
+    def look(self) -> Plan | None:
+        """What the next `step()` is made of; None if no kernel takes it.
+
+        For a scaler that reads the gradients before, and steps at once.
+        """
+        plan = self._look()
+        # Hooks may do anything to parameters and gradients.
+        self._looked = plan is not None and not self._optimizer_step_pre_hooks
+        return plan
+
+    def look_away(self) -> None:
+        """Ends what `look()` began, whether there was a step or not."""
+        self._looked = False
+
+    def _look(self) -> Plan | None:
+        """What the kernels step; None, with a reason told once, if they do not."""
+        plan, groups = self._plan, self.param_groups
+        odd = next(filter(None, map(self._odd, groups)), None)
+        if odd is None and plan is not None and self._names == self._rows(groups):
+            if kernels.take(plan.params[0].device) and plan.holds(groups, self.state):
+                if self._watches():
+                    for place in plan.edited():
+                        param = plan.params[place]
+                        if param.dtype in masters.HALVES:
+                            masters.follow(param, self.state[param])
+                return plan
+        self._plan = None
+        params = [p for group in groups for p in group["params"] if p.grad is not None]
+        devices = {param.device for param in params}
+        if not any(map(kernels.take, devices)):
+            return None
+        if len(devices) > 1:
+            odd = "the parameters are on several devices"
+        made = self._make_plan(params) if odd is None else odd
+        if isinstance(made, str):
+            if made not in self._told:
+                self._told.add(made)
+                text = f"{type(self).__name__} takes the reference path: {made}."
+                warnings.warn(text, stacklevel=caller_level())
+            return None
+        self._plan, self._names = made, self._rows(groups)
+        return made
+
+    def _rows(self, groups: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+        """The names of the states that the kernel takes, for every group."""
+        return [(*self._averages(g), *(("step",) if self._counts(g) else ())) for g in groups]
+
+    def _watches(self) -> bool:
+        """Whether there are float32 masters, which must hear of it if others write to weights."""
+        plan = self._plan
+        halves = plan is not None and any(some.dtype in masters.HALVES for some in plan.members)
+        return halves and self._master == "float32"
+
+    def _make_plan(self, params: list[Tensor]) -> Plan | str:
+        """A plan for `params`; or why there can be none."""
+        odd = next(filter(None, map(_odd_param, params)), None)
+        if odd is not None:
+            return odd
+        for param in params:
+            grad: Any = param.grad
+            flat = grad.is_contiguous() and param.is_contiguous()
+            if not flat and grad.stride() != param.stride():
+                param.grad = torch.empty_like(param).copy_(grad)
+        grads = [param.grad for param in params]
+        members = []
+        numbers = {id(param): number for number, param in enumerate(params)}
+        for group, names in zip(self.param_groups, self._rows(self.param_groups), strict=True):
+            mine = [param for param in group["params"] if id(param) in numbers]
+            for dtype in {param.dtype: None for param in mine}:
+                some = [param for param in mine if param.dtype is dtype]
+                master = masters.WHOLE if self._master == "float32" else masters.LOW
+                rows = (*names, master) if dtype in masters.HALVES else names
+                places = [numbers[id(param)] for param in some]
+                states = [self._state_of(param, group) for param in some]
+                members.append(Members(group, some, places, states, rows))
+        plan = Plan(self.param_groups, params, members, self.state)
+        return plan if plan.point_to(grads) else "the kernel takes gradients of plain tensors"
+
+    def _told_to(self, members: Members) -> Step:
         """What the kernel is told of `members`."""
         from gradscale.torch._triton.pieces import Step
 
+        group, divisor = members.group, getattr(self, "grad_scale", None)
         return Step(
-            table=members.table,
-            dtype=members.dtype,
-            master=self._master if members.dtype in masters.HALVES else None,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            divisor=getattr(self, "grad_scale", None),
-            skip=getattr(self, "found_inf", None),
-            back=self._unscale_grads,
+            members.table,
+            members.dtype,
+            self._master if members.dtype in masters.HALVES else None,
+            group["lr"],
+            group["weight_decay"],
+            group["maximize"],
+            None if divisor is None else divisor.to(torch.float32),
+            getattr(self, "found_inf", None),
+            self._unscale_grads,
         )
-
-    def _find_members(self, lists: _LISTS) -> dict[int, list[Members]] | str:
-        """What the kernels step, by the number of the group; or why they cannot."""
-        params = [param for _, each in lists for param in each]
-        grads = [param.grad for param in params]
-        self._held = _laid_out(grads, params) if self._copies else grads
-        facts = kernels.facts_of(self._held)
-        if facts is None:
-            return "the kernel takes dense gradients of plain tensors"
-        dicts = list(map(id, self.state.values()))
-        known = dicts == self._dicts
-        place = 0
-        for number, (group, each) in enumerate(lists):
-            mine = facts[place : place + len(each)]
-            place += len(each)
-            odd = self._find_in_group(number, group, each, mine, known)
-            if odd is _OTHER_LAYOUT and not self._copies and not self._unscale_grads:
-                self._copies = True
-                return self._find_members(lists)
-            if odd is not None:
-                return odd
-        self._dicts = list(map(id, self.state.values()))
-        return self._members
-
-    def _find_in_group(
-        self,
-        number: int,
-        group: dict[str, Any],
-        params: list[Tensor],
-        facts: list[kernels.Fact],
-        known: bool,
-    ) -> str | None:
-        """Finds the members of a group; or says why they cannot be found.
-
-        `known` if the states are the same dictionaries as before.
-        """
-        before = self._members.get(number, [])
-        formats = {fact[2]: None for fact in facts}
-        if known and len(before) == len(formats) > 0:
-            lists = [_of_format(dtype, params, facts) for dtype in formats]
-            if all(some.are(*each) for some, each in zip(before, lists, strict=True)):
-                self._follow_edits(before)
-                return None
-        self._members[number] = []
-        for dtype in formats:
-            own, theirs = _of_format(dtype, params, facts)
-            odd = _odd_params(own, theirs)
-            if odd is not None:
-                return odd
-            names = [*self._averages(group), *(["step"] if self._counts(group) else [])]
-            if dtype in masters.HALVES:
-                names.append(masters.WHOLE if self._master == "float32" else masters.LOW)
-            states = [self._state_of(param, group) for param in own]
-            members = Members(own, states, names)
-            members.point_to(theirs)
-            self._members[number].append(members)
-        return None
-
-    def _follow_edits(self, members: list[Members]) -> None:
-        """Takes what others have written to weights over into their float32 masters."""
-        for some in members if self._master == "float32" else ():
-            if some.dtype in masters.HALVES:
-                for place in some.edited():
-                    masters.follow(some.params[place], some.states[place])
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of `param`, made if there is none, as the kernel takes it."""
@@ -309,35 +301,13 @@ def always_fused(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "fused": True}
 
 
-def _laid_out(grads: list[Any], params: list[Tensor]) -> list[Any]:
-    """`grads`, copied where they are not laid out as their `params`."""
-    return [
-        grad
-        if grad.layout is not torch.strided or grad.stride() == param.stride()
-        else torch.empty_like(param).copy_(grad)
-        for grad, param in zip(grads, params, strict=True)
-    ]
-
-
-def _of_format(
-    dtype: torch.dtype, params: list[Tensor], facts: list[kernels.Fact]
-) -> tuple[list[Tensor], list[kernels.Fact]]:
-    """Those of `params` and `facts` whose gradients have this format."""
-    if all(fact[2] is dtype for fact in facts):
-        return params, facts
-    chosen = [(p, f) for p, f in zip(params, facts, strict=True) if f[2] is dtype]
-    return [p for p, _ in chosen], [f for _, f in chosen]
-
-
-def _odd_params(params: list[Tensor], facts: list[kernels.Fact]) -> str | None:
-    """What the kernel does not do of `params` with such gradients; None if it does all."""
-    if not all(param.dtype in kernels.DTYPES for param in params):
+def _odd_param(param: Tensor) -> str | None:
+    """What the kernel does not do of `param` with its gradient; None if it does all."""
+    grad: Any = param.grad
+    if param.dtype not in kernels.DTYPES:
         return "the kernel takes float32, float16 and bfloat16 parameters"
-    for param, (_, numel, dtype, layout) in zip(params, facts, strict=True):
-        if dtype is not param.dtype or numel != param.numel():
-            return "the kernel takes gradients of the format and size of their parameters"
-        if not kernels.dense(param):
-            return "the kernel takes parameters without gaps"
-        if layout != (param.is_contiguous() or param.stride()):
-            return _OTHER_LAYOUT
-    return None
+    if grad.layout is not torch.strided:
+        return "the kernel takes dense gradients"
+    if grad.dtype is not param.dtype or grad.shape != param.shape:
+        return "the kernel takes gradients of the format and shape of their parameters"
+    return None if kernels.dense(param) else "the kernel takes parameters without gaps"

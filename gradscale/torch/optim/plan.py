@@ -1,0 +1,121 @@
+"""What a step by kernels is made of, kept as long as it is true.
+
+A kernel is handed addresses, so whatever they stand for is looked at before every step: who the
+parameters are, where they, their gradients and their states lie, and in what layout. All of it the
+same as in the step before is the usual case, and then nothing is sent to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradscale.torch import kernels
+from gradscale.torch.kernels import Spots
+
+if TYPE_CHECKING:
+    from gradscale.torch._triton.tables import Table
+
+Groups = list[dict[str, Any]]
+_GRAD = attrgetter("grad")
+
+
+class Members:
+    """Parameters of one group and one format, with gradients, and where everything lies."""
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        places: list[int],
+        states: list[dict[str, Any]],
+        names: Sequence[str],
+    ) -> None:
+        self.group = group
+        self.params = params
+        self.states = states
+        self.dtype = params[0].dtype
+        self.table: Table = kernels.new_table([p.numel() for p in params], params[0].device)
+        """Rows of addresses: gradients, parameters, and the states called `names`."""
+        self._places = places
+        """Where they are among all parameters of the plan."""
+        self._fixed = [param.data_ptr() for param in params]
+        self._fixed += [state[name].data_ptr() for name in names for state in states]
+
+    def point_to(self, addresses: list[int]) -> None:
+        """Takes the `addresses` of all gradients of the plan."""
+        self.table.point_to([*[addresses[place] for place in self._places], *self._fixed])
+
+
+class Plan:
+    """Everything that the kernels step, and what it is true of."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        params: list[Tensor],
+        members: list[Members],
+        state: dict[Any, dict[str, Any]],
+    ) -> None:
+        self.params = params
+        """All that have gradients, in order."""
+        self.members = members
+        self._lists = [list(group["params"]) for group in groups]
+        chosen = set(map(id, params))
+        self._idle = [p for each in self._lists for p in each if id(p) not in chosen]
+        self._spots = kernels.spots_of(params)
+        self._states = [state for some in members for state in some.states]
+        self._dicts = list(map(id, state.values()))
+        # Held, so that nobody else gets their ids.
+        self._held = list(chain.from_iterable(state.values() for state in self._states))
+        self._ids = list(map(id, self._held))
+        self._grads: Spots | None = None
+        self.versions = [param._version for param in params]
+        """Of the parameters, when we looked at them or wrote to them last."""
+
+    def point_to(self, grads: list[Any]) -> bool:
+        """Takes the addresses of `grads`; False if they are not like those before."""
+        spots = kernels.spots_of(grads)
+        if spots is None or (self._grads is not None and spots.layout != self._grads.layout):
+            return False
+        if self._grads is None or spots != self._grads or kernels.capturing():
+            self._grads = spots
+            for some in self.members:
+                some.point_to(spots.addresses)
+        return True
+
+    def holds(self, groups: Groups, state: dict[Any, dict[str, Any]]) -> bool:
+        """Whether all of it is still true, but perhaps for the addresses of gradients."""
+        if len(groups) != len(self._lists):
+            return False
+        for group, known in zip(groups, self._lists, strict=True):
+            params = group["params"]
+            if len(params) != len(known) or not all(map(is_, params, known)):
+                return False
+        if any(param.grad is not None for param in self._idle):
+            return False
+        values = chain.from_iterable(map(dict.values, self._states))
+        if list(map(id, state.values())) != self._dicts or list(map(id, values)) != self._ids:
+            return False
+        if kernels.spots_of(self.params) != self._spots:
+            return False
+        return self.point_to(list(map(_GRAD, self.params)))
+
+    def note_written(self, watch: bool) -> None:
+        """Tells autograd that the parameters have changed: a kernel leaves no trace of it.
+
+        `watch` if we want to know of others who write to them.
+        """
+        torch.autograd.graph.increment_version(self.params)
+        if watch:
+            self.versions = [param._version for param in self.params]
+
+    def edited(self) -> list[int]:
+        """The places of the parameters that somebody else has written to since."""
+        pairs = enumerate(zip(self.params, self.versions, strict=True))
+        return [place for place, (param, version) in pairs if param._version != version]
