@@ -169,6 +169,30 @@ def event_on(device: torch.device) -> torch.Event | None:
     return torch.Event(device)
 
 
+class Sent:
+    """A tensor on its way to the host, behind the work that made it."""
+
+    __slots__ = ("_arrived", "_value")
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._arrived = event_on(value.device)
+        if self._arrived is not None:
+            pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._value = pinned.copy_(value, non_blocking=True)
+            self._arrived.record()
+
+    def arrived(self) -> bool:
+        """Whether reading it would wait for nothing."""
+        return readable(self._value) and (self._arrived is None or self._arrived.query())
+
+    def read(self) -> Tensor:
+        """The tensor; waits for the work that made it, and for nothing that was queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._value
+
+
 @dataclass(slots=True)
 class Measured:
     """What is known of an optimizer's gradients before its step."""
