@@ -30,6 +30,34 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "a full log of replays goes on past its end",
+        "torch/replays.py",
+        "torch.arange(parts, device=log.device)) % len(ring)",
+        "torch.arange(parts, device=log.device)).clamp(max=len(ring) - 1)",
+        "tests/torch/test_replays.py",
+    ),
+    Fault(
+        "eager events are told before those of the replays that came first",
+        "torch/events.py",
+        "if step > self._step + 1 and",
+        "if step > self._step + 1000000 and",
+        "tests/torch/test_scaler_graphs.py",
+    ),
+    Fault(
+        "a second iteration in a graph has the scale of the first",
+        "torch/stepping.py",
+        "self._window = self._made = None",
+        "pass",
+        "tests/torch/test_scaler_graphs.py",
+    ),
+    Fault(
+        "a load takes the counters of skips away from the graphs",
+        "torch/scaler.py",
+        "for row in self._rows.values():\n                row.zero_()",
+        "self._rows.clear()\n            for row in ():\n                row.zero_()",
+        "tests/torch/test_scaler_graphs.py",
+    ),
+    Fault(
         "the scale grows one step late, as in Flax and DeepSpeed",
         "policy.py",
         "grow = good_steps >= ",

@@ -19,7 +19,7 @@ from gradscale.torch.contract import is_capable, step_on_device
 from gradscale.torch.events import Move, Record
 from gradscale.torch.keeper import LOSS_PERIOD, LOSSES, PATIENT_LOSSES, STEPS
 from gradscale.torch.optim.onepass import OnePass
-from gradscale.torch.outcome import StepOutcome
+from gradscale.torch.outcome import Sent, StepOutcome
 from gradscale.torch.stepping import Stepping, mark_in_stream
 from gradscale.torch.window import Window
 
@@ -45,7 +45,7 @@ class Fast(Stepping):
         `keep` if the gradients will be looked at again.
         """
         device = window.scale.device
-        if not kernels.take(device) or kernels.capturing() or not window.is_plain():
+        if not kernels.take(device) or not window.is_plain():
             return None
         if self._per_optimizer_states or not all(map(is_capable, optimizers)):
             return None
@@ -125,7 +125,8 @@ class Fast(Stepping):
         )
         self._tell(optimizers, outcome)
         moves = [Move(0, state.scale, state.scale, floor)]
-        return Record(slots.told, done, moves, self._iteration)
+        sent = None if kernels.capturing() else Sent(slots.told, done)
+        return Record(slots.told, moves, self._iteration, sent)
 
 
 def _locate(optimizers: Sequence[Optimizer], params: list[Tensor]) -> kernels.Place | None:
@@ -146,7 +147,12 @@ _slots: dict[torch.device, tuple[Tensor, itertools.count[int]]] = {}
 
 
 def _slot(device: torch.device) -> Tensor:
-    """Where a record may be written, by work on `device`, for the host to read."""
+    """Where a record may be written, by work on `device`, for the host to read.
+
+    In a CUDA graph it stays on the device: every replay logs it there.
+    """
+    if kernels.capturing():
+        return torch.empty(_WORDS, dtype=torch.int32, device=device)
     if device not in _slots:
         words = torch.zeros((_SLOTS, _WORDS), dtype=torch.int32, pin_memory=device.type == "cuda")
         _slots[device] = words, itertools.count()

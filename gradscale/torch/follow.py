@@ -4,6 +4,9 @@ A follower waits for nobody: what became of a step is known on the host by the t
 is about to move the parameters, so the follower is called just before that. Nothing of it is late
 for the training: the learning rate is in time for the next step, and an average sees the parameters
 as the step left them. Only who looks in between sees the old values.
+
+Steps inside CUDA graphs are followed when the scaler hears of them: as often as they were applied,
+but after the last of them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import torch
 from torch.optim import Optimizer
 
 from gradscale.errors import SettingError
-from gradscale.torch.events import Record
+from gradscale.torch.events import Record, Replay
+from gradscale.torch.scaling import capturing
 
 
 class _Follower(NamedTuple):
@@ -69,15 +73,21 @@ class Followers:
         if waiting:
             self._call(record, waiting)
 
+    def replay(self, replay: Replay) -> None:
+        """Calls all that follow the steps that were applied in `replay`."""
+        self._call(replay, self._followers)
+
     def catch_up(self) -> None:
-        """Calls those that do not wait, for the last record."""
+        """Calls those that do not wait, for the last record; in a capture, the next time."""
+        if (self._late is not None or self._due) and capturing():
+            return  # it would wait for the record, which ends a capture with an error
         late, self._late = self._late, None
         if late is not None:
             self._call(*late)
         elif self._due:
             self._drain()
 
-    def _call(self, record: Record, followers: list[_Follower]) -> None:
+    def _call(self, record: Record | Replay, followers: list[_Follower]) -> None:
         """Calls those of `followers` whose steps in `record` were applied."""
         told = record.read()
         applied = {

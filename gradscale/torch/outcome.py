@@ -169,6 +169,37 @@ def event_on(device: torch.device) -> torch.Event | None:
     return torch.Event(device)
 
 
+class Sent:
+    """A tensor on its way to the host, behind the work that made it."""
+
+    __slots__ = ("_arrived", "_value")
+
+    def __init__(self, value: Tensor, arrived: torch.Event | None) -> None:
+        self._value = value
+        """In the memory of the host, written to by the time that `arrived` is done."""
+        self._arrived = arrived
+
+    @classmethod
+    def away(cls, value: Tensor) -> Sent:
+        """Sends `value`."""
+        arrived = event_on(value.device)
+        if arrived is not None:
+            pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            value = pinned.copy_(value, non_blocking=True)
+            arrived.record()
+        return cls(value, arrived)
+
+    def arrived(self) -> bool:
+        """Whether reading it would wait for nothing."""
+        return readable(self._value) and (self._arrived is None or self._arrived.query())
+
+    def read(self) -> Tensor:
+        """The tensor; waits for the work that made it, and for nothing that was queued later."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._value
+
+
 @dataclass(slots=True)
 class Measured:
     """What is known of an optimizer's gradients before its step."""

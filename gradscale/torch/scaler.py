@@ -24,7 +24,7 @@ from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
 from gradscale.torch.keeper import STEPS
 from gradscale.torch.outcome import Names
-from gradscale.torch.scaling import NOT_SAVED, capturing
+from gradscale.torch.scaling import NOT_SAVED, capturing, refuse_capture
 
 
 class GradScaler(Applying):
@@ -106,9 +106,14 @@ class GradScaler(Applying):
 
     def _begin(self) -> None:
         super()._begin()
-        self._events = Events(*self._stuck)
         self._followers = Followers()
+        self._events = Events(*self._stuck, self._followers.replay)
         self._names = Names()
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        refuse_capture("The first loss is scaled")
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._events.replays.prepare(self._live("scale()").scale.device)
 
     # Moving the scale.
 
@@ -119,10 +124,10 @@ class GradScaler(Applying):
         steps are cleared.
         """
         if not self._enabled:
-            if self._iteration:
+            done, self._iteration = self._iteration, []
+            if done and not capturing():  # it has no state, so no log either
                 none = torch.zeros((), dtype=torch.int32)
-                self._announce(Record.of(none, torch.ones(()), [], self._iteration))
-                self._iteration = []
+                self._announce(Record.of(none, torch.ones(()), [], done))
             return
         self._live("update()")
         moves: list[Move] = []
@@ -139,8 +144,7 @@ class GradScaler(Applying):
         blank = None if last is None else last.blank
         steps += 1 if blank is None else ~blank
         scale = self._live("update()").scale.clone()
-        record = None if capturing() else Record.of(steps, scale, moves, self._iteration)
-        self._end_iteration(record)
+        self._end_iteration(Record.of(steps, scale, moves, self._iteration))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
         """Takes over a checkpoint: ours, torch's, or that of a peer (see gradscale/foreign.py).
@@ -159,7 +163,8 @@ class GradScaler(Applying):
             # What is still on its way, and counted, is of the run that this one leaves.
             self._events.forget()
             self._followers.forget()
-            self._rows.clear()
+            for row in self._rows.values():
+                row.zero_()  # in place: a CUDA graph may have captured it
 
     # Telling.
 
@@ -170,6 +175,8 @@ class GradScaler(Applying):
         many skips in a row; "grow", "backoff": the scale moved; "floor": it reached its floor.
         Events come in order and without waiting for the device, so late by as much as it is behind;
         call `flush()` at the end of a run. Copies and checkpoints of the scaler have no callbacks.
+        Events of steps inside a CUDA graph come with `flush()` or the next step outside of it, and
+        have no outcome.
         """
         self._events.on(event, callback)
 
@@ -180,6 +187,10 @@ class GradScaler(Applying):
         parameters, which is in time for the next learning rate and for an average. Call `flush()`
         before you look at them, at the end of a run or for a checkpoint.
 
+        Steps inside a CUDA graph are followed in `flush()`: as often as they were applied, but
+        after all of them. That is right for a scheduler whose learning rate is a tensor if you call
+        `flush()` after every replay; an average belongs into the graph.
+
         Args:
             things: Functions without arguments, and objects with a `step()`.
             optimizer: Whose steps to follow; without it that of a scheduler, and else any.
@@ -189,7 +200,11 @@ class GradScaler(Applying):
             self._followers.add(thing, optimizer, wait)
 
     def flush(self) -> None:
-        """Tells and calls everything that is still due; **waits for the device**."""
+        """Tells and calls everything that is still due; **waits for the device**.
+
+        That includes what happened in replays of CUDA graphs. What became of the last 4,096 steps
+        there is known; call it often enough, or a warning says how many were lost.
+        """
         self._followers.catch_up()
         self._events.deliver(wait=True)
 

@@ -19,10 +19,10 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradscale.errors import caller_level
+from gradscale.errors import CallOrderError, caller_level
 from gradscale.policy import Dynamic, State
 from gradscale.torch.keeper import ScaleKeeper, check_loss_id
-from gradscale.torch.kernels import capturing as capturing
+from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import backward_alone
 from gradscale.torch.outcome import Measured, StepOutcome
 from gradscale.torch.unscale import clear, move, params_with_grad, readable, values_of
@@ -146,6 +146,8 @@ class Scaling(ScaleKeeper):
         self._scaled_losses += 1
         own = window.losses.get(loss_id)
         if own is None:
+            if loss_id not in self._losses:
+                refuse_capture(f"A loss with loss_id={loss_id!r} comes for the first time")
             state = self._loss_state(loss_id)
             if any(one.dtype is torch.float16 for one in losses):
                 self._hold_for_half(state)
@@ -256,6 +258,18 @@ def _inside_functorch(value: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(
         torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
+
+
+def refuse_capture(what: str) -> None:
+    """Raises a CallOrderError if a CUDA graph is being captured, where `what` must not happen.
+
+    What is made inside a graph is made anew by every replay, so it could not count or remember.
+    """
+    if capturing():
+        raise CallOrderError(
+            f"{what} inside a CUDA graph, and every replay would start from there. Run a whole "
+            "iteration, from the loss to update(), before you capture one."
+        )
 
 
 def _losses_tell() -> bool:

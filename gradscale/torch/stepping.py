@@ -20,7 +20,7 @@ from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, w
 from gradscale.torch.events import Events, Record
 from gradscale.torch.follow import Followers, innermost
 from gradscale.torch.outcome import Blame, StepOutcome, event_on, told_by
-from gradscale.torch.scaling import capturing
+from gradscale.torch.scaling import capturing, refuse_capture
 from gradscale.torch.unscale import params_with_grad, read, readable, values_of
 from gradscale.torch.window import Fate, Window
 
@@ -141,15 +141,20 @@ class Stepping(Checking):
         self._finish(optimizers, window, skipped, nothing=True)
         del self._skips[-len(optimizers) :]  # there is nothing to clear
 
-    def _end_iteration(self, record: Record | None) -> None:
-        """Makes every optimizer ready again, and tells of `record`."""
+    def _end_iteration(self, record: Record) -> None:
+        """Makes every optimizer ready again, and tells of `record`, or logs it in a capture."""
         self._reset()
         for window in {self._window, self._made}:
             if window is not None:
                 window.close([ref() for ref in self._seen.values()])
         self._clear_skipped(wait=False)
-        if record is not None:
+        if not capturing():
             self._announce(record)
+            return
+        # Nothing has happened yet, and it will without Python. The window is no longer the last
+        # one: another iteration, in this graph or in another, takes the scale of its own day.
+        self._window = self._made = None
+        self._events.log(record)
 
     def _announce(self, record: Record) -> None:
         """Tells whoever listens or follows; the last thing to do, because they may raise."""
@@ -218,6 +223,7 @@ class Stepping(Checking):
     def _row(self, optimizer: Optimizer, like: Tensor) -> Tensor:
         """int32, on the device of `like`: how many steps of `optimizer` in a row were skipped."""
         if optimizer not in self._rows:
+            refuse_capture("An optimizer is stepped for the first time")
             self._rows[optimizer] = torch.zeros_like(like, dtype=torch.int32)
         return self._rows[optimizer]
 

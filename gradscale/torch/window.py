@@ -161,7 +161,7 @@ class Window:
 
     def is_plain(self) -> bool:
         """Whether all gradients are this window's own, and nobody has had or judged them yet."""
-        odd = self.captured or self.losses or self._marks or self._waiting or self._users
+        odd = self.losses or self._marks or self._waiting or self._users
         unjudged = self.finite is None and self.penalty_finite is None and self.blank is None
         return unjudged and not odd
 
