@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
+from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, Names, culprits
-from gradscale.torch.scaling import Scaling, capturing
+from gradscale.torch.scaling import Scaling
 from gradscale.torch.unscale import (
     Reading,
     Values,
@@ -92,7 +93,8 @@ class Checking(Scaling):
                 amax = read(values_of(params), window.inv_scale).amax
                 window.blank = None if amax is None else amax == 0
         key, seen = id(optimizer), self._seen
-        seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
+        if key not in seen or seen[key]() is not optimizer:
+            seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
         self._held[key] = optimizer
         return window
 
@@ -159,9 +161,9 @@ class Checking(Scaling):
         """Whether this step of `optimizers` should measure what underflows; counts it."""
         if not self._underflow_every:
             return False
-        looks = self._looks.get(optimizers[0], 0)
+        looks = self._looks.get(optimizers[0]) or 0
         for optimizer in optimizers:
-            self._looks[optimizer] = looks + 1
+            self._looks.set(optimizer, looks + 1)
         return looks % self._underflow_every == 0
 
     def _recheck(self, optimizer: Optimizer, window: Window) -> None:

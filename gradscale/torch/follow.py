@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gradscale.errors import SettingError
 from gradscale.torch.events import Record, Replay
-from gradscale.torch.scaling import capturing
+from gradscale.torch.kernels import capturing
 
 
 class _Follower(NamedTuple):

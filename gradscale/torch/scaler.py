@@ -23,8 +23,9 @@ from gradscale.torch.applying import Applying
 from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
 from gradscale.torch.keeper import STEPS
+from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Names
-from gradscale.torch.scaling import NOT_SAVED, capturing, refuse_capture
+from gradscale.torch.scaling import NOT_SAVED, refuse_capture
 
 
 class GradScaler(Applying):

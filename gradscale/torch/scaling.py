@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscale.errors import CallOrderError, caller_level
 from gradscale.policy import Dynamic, State
+from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import ScaleKeeper, check_loss_id
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import backward_alone
@@ -64,14 +64,14 @@ class Scaling(ScaleKeeper):
         self._made: Window | None = None
         """Where the last backward pass came from."""
         self._scaled_losses = 0
-        self._looks: MutableMapping[Optimizer, int] = WeakIdKeyDictionary()
+        self._looks: Beside[int] = Beside()
         """How many steps of an optimizer could have measured what underflows."""
         # By id, because an optimizer, or a wrapper of one, need not be hashable.
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._skips: list[tuple[weakref.ref[Optimizer], Window, Tensor]] = []
-        self._outcomes: MutableMapping[Optimizer, StepOutcome] = WeakIdKeyDictionary()
+        self._outcomes: Beside[StepOutcome] = Beside()
         self._last_outcome: StepOutcome | None = None
-        self._rows: MutableMapping[Optimizer, Tensor] = WeakIdKeyDictionary()
+        self._rows: Beside[Tensor] = Beside()
         """How many steps of an optimizer in a row were skipped."""
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
 

@@ -19,8 +19,9 @@ from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
 from gradscale.torch.events import Events, Record
 from gradscale.torch.follow import Followers, innermost
+from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, StepOutcome, event_on, told_by
-from gradscale.torch.scaling import capturing, refuse_capture
+from gradscale.torch.scaling import refuse_capture
 from gradscale.torch.unscale import params_with_grad, read, readable, values_of
 from gradscale.torch.window import Fate, Window
 
@@ -222,10 +223,12 @@ class Stepping(Checking):
 
     def _row(self, optimizer: Optimizer, like: Tensor) -> Tensor:
         """int32, on the device of `like`: how many steps of `optimizer` in a row were skipped."""
-        if optimizer not in self._rows:
+        row = self._rows.get(optimizer)
+        if row is None:
             refuse_capture("An optimizer is stepped for the first time")
-            self._rows[optimizer] = torch.zeros_like(like, dtype=torch.int32)
-        return self._rows[optimizer]
+            row = torch.zeros_like(like, dtype=torch.int32)
+            self._rows.set(optimizer, row)
+        return row
 
     def _blame(
         self, optimizers: Sequence[Optimizer], window: Window, skipped: Tensor
@@ -280,7 +283,7 @@ class Stepping(Checking):
     def _tell(self, optimizers: Sequence[Optimizer], outcome: StepOutcome) -> None:
         """Keeps `outcome` for whoever asks, as long as an optimizer lives."""
         for optimizer in optimizers:
-            self._outcomes[optimizer] = outcome
+            self._outcomes.set(optimizer, outcome)
         self._iteration.append((frozenset(id(innermost(o)) for o in optimizers), outcome))
         self._last_outcome = outcome
 

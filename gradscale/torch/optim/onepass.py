@@ -47,6 +47,8 @@ class OnePass(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drops everything that is known about addresses."""
         self._plan: Plan | None = None
+        self._names: list[tuple[str, ...]] = []
+        """What `_rows` said when it was made."""
         self._looked = False
         """Whether the plan is known to hold for the step that comes now."""
         self._told: set[str] = set()
