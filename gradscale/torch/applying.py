@@ -16,6 +16,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.contract import is_capable, step_on_device
 from gradscale.torch.events import Record
 from gradscale.torch.fast import Fast
+from gradscale.torch.optim.onepass import OnePass
 from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.unscale import (
     clamp,
@@ -115,6 +116,11 @@ class Applying(Fast):
                 "apply() found gradients, but no loss was scaled for them. Call "
                 "scaler.backward(loss) instead of loss.backward()."
             )
+        max_norm = math.inf if clip_norm is None else clip_norm
+        if clip_value is None and len(optimizers) == 1 and isinstance(optimizers[0], OnePass):
+            record = self._step_fast(optimizers, window, None, max_norm, keep)
+            if record is not None:
+                return record
         lists = [params_with_grad(optimizer) for optimizer in optimizers]
         params = lists[0]
         if len(lists) > 1:
@@ -123,7 +129,6 @@ class Applying(Fast):
             self._step_nothing(optimizers, window)
             return None
         unshared = len(params) == sum(map(len, lists))
-        max_norm = math.inf if clip_norm is None else clip_norm
         if clip_value is None and unshared:
             record = self._step_fast(optimizers, window, params, max_norm, keep)
             if record is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from gradscale.torch.contract import is_capable, step_on_device
 from gradscale.torch.events import Move, Record
 from gradscale.torch.keeper import LOSS_PERIOD, LOSSES, PATIENT_LOSSES, STEPS
 from gradscale.torch.optim.onepass import OnePass
-from gradscale.torch.outcome import Sent, StepOutcome
+from gradscale.torch.outcome import (
+    DIVISOR,
+    FINITE_AMAX,
+    SKIP,
+    Measured,
+    Sent,
+    StepOutcome,
+    value_at,
+)
 from gradscale.torch.stepping import Stepping, mark_in_stream
 from gradscale.torch.window import Window
 
@@ -36,12 +45,13 @@ class Fast(Stepping):
         self,
         optimizers: Sequence[Optimizer],
         window: Window,
-        params: list[Tensor],
+        params: list[Tensor] | None,
         max_norm: float,
         keep: bool,
     ) -> Record | None:
         """Steps all of `optimizers` or none and moves the scale; None, with nothing done, if not.
 
+        `params` are those with gradients; None if one of our own optimizers should know them.
         `keep` if the gradients will be looked at again.
         """
         device = window.scale.device
@@ -50,26 +60,27 @@ class Fast(Stepping):
         if self._per_optimizer_states or not all(map(is_capable, optimizers)):
             return None
         try:
-            place = _locate(optimizers, params)
+            if params is None:
+                place = _planned(optimizers[0])
+            else:
+                place = kernels.locate(params, [param.grad for param in params])
             if place is None or place.keys[0][0] != device:
                 return None
-            return self._step_at(place, optimizers, window, len(params), max_norm, keep)
+            return self._step_at(place, optimizers, window, max_norm, keep)
         finally:
-            for optimizer in optimizers:
-                if isinstance(optimizer, OnePass):
-                    optimizer.look_away()
+            if params is None:
+                optimizers[0].look_away()  # type: ignore[attr-defined]
 
     def _step_at(
         self,
         place: kernels.Place,
         optimizers: Sequence[Optimizer],
         window: Window,
-        count: int,
         max_norm: float,
         keep: bool,
     ) -> Record:
-        """Steps with the gradients at `place`, those of `count` parameters."""
-        measured = self._measured[id(optimizers[0])]
+        """Steps with the gradients at `place`."""
+        count = sum([table.tensors for _, table in place.groups])
         due = self._underflow_is_due(optimizers)
         smallest_normal = self._format.smallest_normal if due else None
         state, row = self._live("apply()"), self._row(optimizers[0], window.scale)
@@ -86,60 +97,65 @@ class Fast(Stepping):
             LOSS_PERIOD,
         )
         told = _slot(window.scale.device)
-        slots, counts = reading.read_and_decide(
+        values, numbers = reading.read_and_decide(
             place.groups, window.inv_scale, max_norm, smallest_normal, question, told
         )
-        window.finite = slots.flags[1]  # told once, also if an optimizer raises and is asked again
-        divisor, skipped = slots.floats[3], slots.floats[5]
+        # Told once, also if an optimizer raises and is asked again.
+        window.finite = value_at(values, "finite")
+        divisor, skipped = values[DIVISOR], values[SKIP]
         for optimizer in optimizers:
-            step_on_device(optimizer, divisor, skipped, (), {})
-        applied, finite, fits, loss_finite = slots.flags.unbind()
-        norm, amax, underflow, _, measured.finite_amax, _ = slots.floats.unbind()
+            if not (isinstance(optimizer, OnePass) and optimizer.step_unheard(divisor, skipped)):
+                step_on_device(optimizer, divisor, skipped, (), {})
         for optimizer in optimizers[1:]:
             self._row(optimizer, row).copy_(row)
-        measured.counts = {place.keys[0]: counts}
-        if len(place.keys) > 1:
-            rows = counts.split([table.tensors for _, table in place.groups])
-            measured.counts = dict(zip(place.keys, rows, strict=True))
         for optimizer in optimizers:
             window.use(optimizer)
             if keep:
-                self._mark_stepped(optimizer, window, ~applied)
-                self._remember_skip(optimizer, window, ~applied)
-        floor = getattr(self._policy, "min_scale", 0.0)
+                self._mark_stepped(optimizer, window, skipped != 0)
+                self._remember_skip(optimizer, window, skipped != 0)
         done = mark_in_stream(skipped)
-        outcome = StepOutcome(
-            applied=applied,
-            finite=finite,
-            fits=fits,
-            loss_finite=loss_finite,
+        measured = partial(_measured, values, numbers, place)
+        known = {} if due else {"underflow": None}
+        floor = getattr(self._policy, "min_scale", 0.0)
+        outcome = StepOutcome.left_by_kernel(
+            values,
             scale=window.scale,
-            grad_norm=norm,
-            amax=amax,
-            underflow=underflow if due else None,
-            skipped_in_a_row=slots.row,
             _format=self._format,
             _floor=floor,
-            _blame=self._blame_later(optimizers, count),
+            _blame=self._blame_later(optimizers, count, measured),
             _done=done,
+            **known,
         )
         self._tell(optimizers, outcome)
         moves = [Move(0, state.scale, state.scale, floor)]
-        sent = None if kernels.capturing() else Sent(slots.told, done)
-        return Record(slots.told, moves, self._iteration, sent)
+        sent = None if kernels.capturing() else Sent(told, done)
+        return Record(told, moves, self._iteration, sent)
 
 
-def _locate(optimizers: Sequence[Optimizer], params: list[Tensor]) -> kernels.Place | None:
-    """Where the gradients of `params`, those of `optimizers`, lie; None if kernels cannot tell."""
-    if len(optimizers) == 1 and isinstance(optimizers[0], OnePass):
-        plan = optimizers[0].look()
-        if plan is not None and len(plan.members) <= _FEW:
-            formats = {members.dtype for members in plan.members}
-            if len(formats) == 1:  # else they are in another order here than in an outcome
-                groups = [(members.dtype, members.table) for members in plan.members]
-                return kernels.Place(None, groups, [(params[0].device, formats.pop())])
-    grads: list[Any] = [param.grad for param in params]
-    return kernels.locate(params, grads)
+def _measured(values: Tensor, numbers: Tensor, place: kernels.Place) -> Measured:
+    """What a kernel has found out about the gradients at `place`."""
+    rows = numbers[:, 1:3].split([sum(sizes) for sizes in _sizes(place)])
+    counts = dict(zip(place.keys, rows, strict=True))
+    return Measured(counts=counts, finite_amax=values[FINITE_AMAX])
+
+
+def _sizes(place: kernels.Place) -> list[list[int]]:
+    """How many tensors every table of every key has."""
+    if len(place.keys) == 1:
+        return [[table.tensors for _, table in place.groups]]
+    return [[table.tensors] for _, table in place.groups]
+
+
+def _planned(optimizer: Any) -> kernels.Place | None:
+    """Where the gradients of one of our own optimizers lie; None if that is better asked again."""
+    plan = optimizer.look()
+    if plan is None or len(plan.members) > _FEW:
+        return None
+    formats = {members.dtype for members in plan.members}
+    if len(formats) > 1:  # then they are in another order here than in an outcome
+        return None
+    groups = [(members.dtype, members.table) for members in plan.members]
+    return kernels.Place(None, groups, [(plan.params[0].device, formats.pop())])
 
 
 _slots: dict[torch.device, tuple[Tensor, itertools.count[int]]] = {}

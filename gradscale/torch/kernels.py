@@ -168,7 +168,7 @@ class Place(NamedTuple):
     keys: list[tuple[torch.device, torch.dtype]]
 
 
-def locate(params: list[Tensor], grads: list[Tensor]) -> Place | None:
+def locate(params: list[Tensor], grads: list[Any]) -> Place | None:
     """Where `grads`, those of `params`, lie; None if kernels cannot take them.
 
     As long as addresses, sizes, formats and layouts stay, what was found the last time is true.

@@ -43,6 +43,20 @@ def _innocent() -> Blame:
     return Blame([], None)
 
 
+PLACES = {
+    "grad_norm": (0, torch.float32),
+    "amax": (1, torch.float32),
+    "underflow": (2, torch.float32),
+    "skipped_in_a_row": (6, torch.int32),
+    "applied": (7, torch.bool),
+    "finite": (8, torch.bool),
+    "fits": (9, torch.bool),
+    "loss_finite": (10, torch.bool),
+}
+"""Where a kernel leaves what becomes of a step, and in what format."""
+DIVISOR, SKIP, FINITE_AMAX = 3, 4, 5
+"""Where it leaves what is not in an outcome."""
+
 _HOPELESS = 20
 """So many skips in a row, with the scale falling all the while, clear it of the blame."""
 _ROOMY = 10
@@ -88,6 +102,27 @@ class StepOutcome:
     _nothing: bool = False
     """Whether there was no gradient at all."""
     _done: torch.Event | None = None
+    _values: Tensor | None = None
+    """What a kernel has left, see `PLACES`, where that has not been looked at yet."""
+
+    @classmethod
+    def left_by_kernel(cls, values: Tensor, **known: Any) -> StepOutcome:
+        """The outcome that `values` hold, with what is `known` besides.
+
+        Nobody looks at most outcomes, and every value that is made a tensor takes some time.
+        """
+        outcome: StepOutcome = object.__new__(cls)
+        for name, value in {**_BESIDES, **known, "_values": values}.items():
+            object.__setattr__(outcome, name, value)
+        return outcome
+
+    def __getattr__(self, name: str) -> Tensor:
+        """A value that a kernel has left; called once for each."""
+        if name not in PLACES:
+            raise AttributeError(f"{type(self).__name__} has no {name}.")
+        value = value_at(self._values, name)  # type: ignore[arg-type]
+        object.__setattr__(self, name, value)
+        return value
 
     @property
     def headroom(self) -> Tensor | None:
@@ -159,6 +194,19 @@ class StepOutcome:
             return "StepOutcome(still on the device)"
         scale, row = float(self.scale), int(self.skipped_in_a_row)
         return f"StepOutcome({self.verdict()!r}, scale={scale:g}, skipped_in_a_row={row})"
+
+
+_BESIDES = {
+    one.name: one.default
+    for one in dataclasses.fields(StepOutcome)
+    if one.name not in PLACES and one.default is not dataclasses.MISSING
+}
+
+
+def value_at(values: Tensor, name: str) -> Tensor:
+    """What a kernel has left under this `name`, as a tensor that shares its memory."""
+    place, dtype = PLACES[name]
+    return values[place] if dtype is torch.float32 else values[place : place + 1].view(dtype)[0]
 
 
 def event_on(device: torch.device) -> torch.Event | None:

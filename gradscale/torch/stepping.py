@@ -20,7 +20,7 @@ from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, w
 from gradscale.torch.events import Events, Record
 from gradscale.torch.follow import Followers, innermost
 from gradscale.torch.kernels import capturing
-from gradscale.torch.outcome import Blame, StepOutcome, event_on, told_by
+from gradscale.torch.outcome import Blame, Measured, StepOutcome, event_on, told_by
 from gradscale.torch.scaling import refuse_capture
 from gradscale.torch.unscale import params_with_grad, read, readable, values_of
 from gradscale.torch.window import Fate, Window
@@ -238,18 +238,21 @@ class Stepping(Checking):
             blame = self._blame_now(optimizers, window) if skipped else Blame([], None)
             return partial(Blame, *blame)
         with_grad = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
-        return self._blame_later(optimizers, with_grad)
+        measured = self._measured[id(optimizers[0])]
+        return self._blame_later(optimizers, with_grad, lambda: measured)
 
-    def _blame_later(self, optimizers: Sequence[Optimizer], with_grad: int) -> Callable[[], Blame]:
+    def _blame_later(
+        self, optimizers: Sequence[Optimizer], with_grad: int, look: Callable[[], Measured]
+    ) -> Callable[[], Blame]:
         """What finds the parameters to blame when it is asked, from what was measured.
 
-        `with_grad` is how many parameters have gradients.
+        `with_grad` is how many parameters have gradients; `look` says what was measured.
         """
         refs = [weakref.ref(optimizer) for optimizer in optimizers]
-        measured = self._measured[id(optimizers[0])]
         complete = with_grad == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
 
         def find() -> Blame:
+            measured = look()
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
             owners = [p for o in alive for g in o.param_groups for p in g["params"]]
             unique = {id(p): p for p in owners} if complete else {}

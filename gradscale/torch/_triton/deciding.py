@@ -7,9 +7,9 @@ those of policy.py and keeper.py; tests walk both.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,27 +19,10 @@ from gradscale.policy import Dynamic, DynamicState, Policy, State, room_below
 _LAST = tl.constexpr(2**31 - 2)
 
 
-class Slots(NamedTuple):
-    """Where a decision goes: places of its own, which nobody writes to again."""
-
-    flags: Tensor
-    """bool: applied, finite, fits, loss_finite."""
-    floats: Tensor
-    """float32: norm, amax, underflow, what to divide by, the largest finite magnitude, skipped."""
-    row: Tensor
-    """int32: skipped steps in a row."""
-    told: Tensor
-    """int32: what the host is told, see `events.Record`; in its memory, or else on the device."""
-
-    @classmethod
-    def on(cls, device: torch.device, told: Tensor) -> Slots:
-        """Empty slots."""
-        return cls(
-            torch.empty(4, dtype=torch.bool, device=device),
-            torch.empty(6, dtype=torch.float32, device=device),
-            torch.empty((), dtype=torch.int32, device=device),
-            told,
-        )
+VALUES = 11
+"""Numbers of a decision, float32: norm, amax, underflow, what to divide by, whether to skip, the
+largest finite magnitude; and, as the bits of int32: how many skipped in a row, and whether it was
+applied, finite, fits, and the loss finite. `outcome.PLACES` says the same."""
 
 
 class Question(NamedTuple):
@@ -65,7 +48,7 @@ class Question(NamedTuple):
     """One in how many counts after those."""
 
     def arguments(self) -> tuple[Any, ...]:
-        """For `decide`, up to its slots."""
+        """For `decide`, up to where it writes."""
         given, state = self.policy, self.state
         dynamic = given if isinstance(given, Dynamic) else _STILL
         return (
@@ -89,6 +72,7 @@ _STILL = Dynamic()
 """Stands for the settings of a policy that does not move."""
 
 
+@functools.lru_cache(maxsize=64)
 def settings_of(policy: Dynamic) -> tuple[Any, ...]:
     """For `moved_dynamic`."""
     return (
@@ -154,9 +138,7 @@ def decide(
     room,
     patience,
     period,
-    flags,
-    floats,
-    row_told,
+    values,
     told,
     LOSSES: tl.constexpr,
     MOVES: tl.constexpr,
@@ -199,20 +181,20 @@ def decide(
     tl.store(steps_at, steps)
     row = tl.where(skipped, tl.load(row_at) + 1, 0)
     tl.store(row_at, row)
-    tl.store(row_told, row)
     used = tl.load(window_scale_at)
     # Without clipping the quotient by the scale is exact; with it, rounded like any other.
     divisor = tl.where(clip < 1.0, tl.div_rn(1.0, tl.div_rn(1.0, used) * clip), used)
-    tl.store(flags, skipped == 0)
-    tl.store(flags + 1, finite)
-    tl.store(flags + 2, fits)
-    tl.store(flags + 3, loss_finite)
-    tl.store(floats, tl.where(skipped, float("nan"), norm))
-    tl.store(floats + 1, amax)
-    tl.store(floats + 2, share)
-    tl.store(floats + 3, tl.where(skipped, used, divisor))
-    tl.store(floats + 4, peak)
-    tl.store(floats + 5, skipped.to(tl.float32))
+    tl.store(values, tl.where(skipped, float("nan"), norm))
+    tl.store(values + 1, amax)
+    tl.store(values + 2, share)
+    tl.store(values + 3, tl.where(skipped, used, divisor))
+    tl.store(values + 4, skipped.to(tl.float32))
+    tl.store(values + 5, peak)
+    tl.store(values + 6, row.to(tl.float32, bitcast=True))
+    tl.store(values + 7, (skipped == 0).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(values + 8, finite.to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(values + 9, fits.to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(values + 10, loss_finite.to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(told, steps)
     tl.store(told + 1, after.to(tl.int32, bitcast=True))
     tl.store(told + 2, scale.to(tl.int32, bitcast=True))

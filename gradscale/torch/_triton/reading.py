@@ -23,7 +23,7 @@ from gradscale.torch._triton.chunks import (
     pointer_to,
     underflow,
 )
-from gradscale.torch._triton.deciding import Question, Slots, decide
+from gradscale.torch._triton.deciding import VALUES, Question, decide
 from gradscale.torch._triton.gathering import (
     FLOATS,
     INTS,
@@ -72,9 +72,7 @@ def _read(
     room,
     patience,
     period,
-    flags,
     values,
-    row_told,
     told,
     element: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -144,9 +142,7 @@ def _read(
                     room,
                     patience,
                     period,
-                    flags,
                     values,
-                    row_told,
                     told,
                     LOSSES,
                     MOVES,
@@ -202,7 +198,7 @@ def read(
             there is no norm.
     """
     summary = torch.empty(7, dtype=torch.float32, device=inv_scale.device)
-    nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 4)
+    nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 2)
     end = (False, False, False)
     numbers = _launch(groups, inv_scale, max_norm, smallest_normal, unscale, summary, nothing, end)
     return Summary(*summary.unbind()), numbers[:, 1:3]
@@ -215,19 +211,18 @@ def read_and_decide(
     smallest_normal: float | None,
     question: Question,
     told: Tensor,
-) -> tuple[Slots, Tensor]:
-    """What becomes of a step with these gradients, and a row (infs, NaNs) for every tensor.
+) -> tuple[Tensor, Tensor]:
+    """What becomes of a step with these gradients (`VALUES`), and the numbers of every tensor.
 
-    Moves the scale and counts on, in place, as `question` says; `told` is for `Slots.told`, and the
-    rest is as in `read`.
+    Those are int64, a row for each: the second and the third are how many infinities and NaNs it
+    has. Moves the scale and counts on, in place, as `question` says, and writes to the int32 `told`
+    what the host is told (see `events.Record`); the rest is as in `read`.
     """
-    slots = Slots.on(inv_scale.device, told)
-    decision = (*question.arguments(), *slots)
+    values = torch.empty(VALUES, dtype=torch.float32, device=inv_scale.device)
+    decision = (*question.arguments(), values, told)
     end = (True, *question.constants())
-    numbers = _launch(
-        groups, inv_scale, max_norm, smallest_normal, False, slots.floats, decision, end
-    )
-    return slots, numbers[:, 1:3]
+    numbers = _launch(groups, inv_scale, max_norm, smallest_normal, False, values, decision, end)
+    return values, numbers
 
 
 def _launch(

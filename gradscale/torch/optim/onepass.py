@@ -6,6 +6,7 @@ float32. After a step by the kernel `.grad` is still scaled, unless `unscale_gra
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gradscale.errors import SettingError, caller_level
 from gradscale.torch import kernels
@@ -23,6 +26,8 @@ from gradscale.torch.optim.plan import Members, Plan
 if TYPE_CHECKING:
     from gradscale.torch._triton.pieces import Step
 
+_OURS_TO_CALL = {"step", "grad_scale", "found_inf"}
+"""What somebody may have put on an optimizer that `step()` has to know of."""
 _FIXED = {"fused": True, "foreach": False, "differentiable": False}
 """Settings of torch's that have but one value here."""
 
@@ -76,7 +81,6 @@ class OnePass(torch.optim.Optimizer):
 
     # Stepping.
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps, or, where a scaler says so, does not; what `closure` returned."""
         loss = None
@@ -87,14 +91,38 @@ class OnePass(torch.optim.Optimizer):
         plan = self._plan if self._looked else self._look()
         self._looked = False
         if plan is None:
-            self._step_by_torch()
-            return loss
-        for members in plan.members:
-            self._launch(self._told_to(members), members.group)
-        plan.note_written(watch=self._watches())
+            with torch.no_grad():
+                self._step_by_torch()
+        else:
+            divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            self._step_by_kernels(plan, divisor, skip)
         return loss
 
-    @torch.no_grad()
+    def step_unheard(self, divisor: Tensor, skip: Tensor) -> bool:
+        """Takes the step that `look()` was about; False, with nothing done, if `step()` must.
+
+        The wrapper that torch puts around `step()` costs as much as the launch of a kernel.
+        """
+        heard = (
+            self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or profiler._is_profiler_enabled
+            or not vars(self).keys().isdisjoint(_OURS_TO_CALL)
+            or not _is_ours(type(self))  # type: ignore[arg-type]
+        )
+        if heard or not self._looked or self._plan is None:
+            return False
+        self._looked = False
+        self._step_by_kernels(self._plan, divisor, skip)
+        return True
+
+    def _step_by_kernels(self, plan: Plan, divisor: Tensor | None, skip: Tensor | None) -> None:
+        """Launches what is planned."""
+        for members in plan.members:
+            self._launch(self._told_to(members, divisor, skip), members.group)
+        plan.note_written(watch=self._watches())
+
     def look(self) -> Plan | None:
         """What the next `step()` is made of; None if no kernel takes it.
 
@@ -116,10 +144,7 @@ class OnePass(torch.optim.Optimizer):
         if odd is None and plan is not None and self._names == self._rows(groups):
             if kernels.take(plan.params[0].device) and plan.holds(groups, self.state):
                 if self._watches():
-                    for place in plan.edited():
-                        param = plan.params[place]
-                        if param.dtype in masters.HALVES:
-                            masters.follow(param, self.state[param])
+                    self._follow_edits(plan)
                 return plan
         self._plan = None
         params = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -138,6 +163,14 @@ class OnePass(torch.optim.Optimizer):
         self._plan, self._names = made, self._rows(groups)
         return made
 
+    @torch.no_grad()
+    def _follow_edits(self, plan: Plan) -> None:
+        """Takes what others have written to weights over into their float32 masters."""
+        for place in plan.edited():
+            param = plan.params[place]
+            if param.dtype in masters.HALVES:
+                masters.follow(param, self.state[param])
+
     def _rows(self, groups: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         """The names of the states that the kernel takes, for every group."""
         return [(*self._averages(g), *(("step",) if self._counts(g) else ())) for g in groups]
@@ -148,6 +181,7 @@ class OnePass(torch.optim.Optimizer):
         halves = plan is not None and any(some.dtype in masters.HALVES for some in plan.members)
         return halves and self._master == "float32"
 
+    @torch.no_grad()
     def _make_plan(self, params: list[Tensor]) -> Plan | str:
         """A plan for `params`; or why there can be none."""
         odd = next(filter(None, map(_odd_param, params)), None)
@@ -173,11 +207,11 @@ class OnePass(torch.optim.Optimizer):
         plan = Plan(self.param_groups, params, members, self.state)
         return plan if plan.point_to(grads) else "the kernel takes gradients of plain tensors"
 
-    def _told_to(self, members: Members) -> Step:
+    def _told_to(self, members: Members, divisor: Tensor | None, skip: Tensor | None) -> Step:
         """What the kernel is told of `members`."""
         from gradscale.torch._triton.pieces import Step
 
-        group, divisor = members.group, getattr(self, "grad_scale", None)
+        group = members.group
         return Step(
             members.table,
             members.dtype,
@@ -186,7 +220,7 @@ class OnePass(torch.optim.Optimizer):
             group["weight_decay"],
             group["maximize"],
             None if divisor is None else divisor.to(torch.float32),
-            getattr(self, "found_inf", None),
+            skip,
             self._unscale_grads,
         )
 
@@ -290,6 +324,13 @@ class OnePass(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_master": self._master, "_unscale_grads": self._unscale_grads}
         return {**super().__getstate__(), **own}
+
+
+@functools.cache
+def _is_ours(kind: type) -> bool:
+    """Whether such optimizers step by our `step()`, and not by one of a subclass."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    return inspect.unwrap(step) is inspect.unwrap(OnePass.step)
 
 
 def always_fused(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
