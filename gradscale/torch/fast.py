@@ -100,12 +100,15 @@ class Fast(Stepping):
         values, numbers = reading.read_and_decide(
             place.groups, window.inv_scale, max_norm, smallest_normal, question, told
         )
-        # Told once, also if an optimizer raises and is asked again.
-        window.finite = value_at(values, "finite")
         divisor, skipped = values[DIVISOR], values[SKIP]
-        for optimizer in optimizers:
-            if not (isinstance(optimizer, OnePass) and optimizer.step_unheard(divisor, skipped)):
+        try:
+            for optimizer in optimizers:
+                if isinstance(optimizer, OnePass) and optimizer.step_unheard(divisor, skipped):
+                    continue
                 step_on_device(optimizer, divisor, skipped, (), {})
+        finally:
+            # Told once, also if an optimizer raises and is asked again.
+            window.finite = value_at(values, "finite")
         for optimizer in optimizers[1:]:
             self._row(optimizer, row).copy_(row)
         for optimizer in optimizers:

@@ -108,10 +108,15 @@ def spots_of(tensors: Sequence[Any]) -> Spots | None:
     if not set(map(type, tensors)) <= _PLAIN:
         return None
     try:
-        addresses = list(map(Tensor.data_ptr, tensors))
-        flat = all(map(Tensor.is_contiguous, tensors))
+        return spots_of_plain(tensors)
     except RuntimeError:  # sparse tensors have no address
         return None
+
+
+def spots_of_plain(tensors: Sequence[Any]) -> Spots:
+    """Where `tensors` lie, which are known to be dense and of no kind of their own."""
+    addresses = list(map(Tensor.data_ptr, tensors))
+    flat = all(map(Tensor.is_contiguous, tensors))
     return Spots(addresses, flat or [tensor.stride() for tensor in tensors])
 
 

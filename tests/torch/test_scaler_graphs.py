@@ -96,7 +96,8 @@ def assert_same(graphed: World, eager: World) -> None:
     assert ours == theirs
     assert graphed.scaler.state_dict() == eager.scaler.state_dict()
     # Eager steps may take other kernels, whose sums are rounded in another order.
-    torch.testing.assert_close(graphed.params, eager.params)
+    # A gradient near the end of float32 has a square beyond it, and the weight is NaN for both.
+    torch.testing.assert_close(graphed.params, eager.params, equal_nan=True)
 
 
 def plan(length: int) -> list[tuple[float, float]]:

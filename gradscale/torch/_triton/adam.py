@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 
@@ -139,13 +140,18 @@ def _two_floats(value: float) -> tuple[float, float]:
 
 def step(step: Step, betas: tuple[float, float], eps: float, decoupled: bool) -> None:
     """One step; the rows of states are both averages, then come the counters."""
-    own = (
-        *_two_floats(math.log2(betas[0]) if betas[0] else -1e30),
-        *_two_floats(math.log2(betas[1]) if betas[1] else -1e30),
-        1.0 - betas[0],
-        betas[1],
-        1.0 - betas[1],
-        eps,
-    )
     constants = (*step.constants(), decoupled)
-    _adam(step.programs, (*step.arguments(), *own), constants, step.formats, **OPTIONS)
+    arguments = (*step.arguments(), *_numbers(betas[0], betas[1]), eps)
+    _adam(step.programs, arguments, constants, step.formats, **OPTIONS)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(beta1: float, beta2: float) -> tuple[float, ...]:
+    """What the kernel takes of the betas."""
+    return (
+        *_two_floats(math.log2(beta1) if beta1 else -1e30),
+        *_two_floats(math.log2(beta2) if beta2 else -1e30),
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+    )

@@ -236,19 +236,17 @@ def _launch(
     end: tuple[bool, bool, bool],
 ) -> Tensor:
     """Launches the kernel for every format; what every tensor's numbers are."""
-    tensors = sum([table.tensors for _, table in groups])
+    tensors = groups[0][1].tensors
+    for _, table in groups[1:]:
+        tensors += table.tensors
     reports, arrivals = _shared(groups[0][1], tensors)
     numbers = torch.empty((tensors, NUMBERS.value), dtype=torch.int64, device=inv_scale.device)
     before = 0
     for dtype, table in groups:
-        chunks = table.chunks
         _read(
-            chunks.total,
+            table.chunks.total,
             (
                 table.addresses,
-                chunks.sizes,
-                chunks.firsts,
-                chunks.owners,
                 *_workspace(table),
                 arrivals,
                 inv_scale,
@@ -277,10 +275,11 @@ def _launch(
 
 
 def _workspace(table: Table) -> list[Tensor]:
-    """Places for what every chunk is like."""
+    """How the tensors are cut, and places for what every chunk is like."""
     if "chunks" not in table.workspace:
         total, device = table.chunks.total, table.device
         table.workspace["chunks"] = [
+            *table.chunks[:3],
             torch.empty(FLOATS.value * total, dtype=torch.float32, device=device),
             torch.empty(INTS.value * total, dtype=torch.int32, device=device),
         ]

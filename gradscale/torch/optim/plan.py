@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Groups = list[dict[str, Any]]
 _GRAD = attrgetter("grad")
+_END = object()
+"""Comes after the last of many, so that one too few or too many is noticed."""
 
 
 class Members:
@@ -68,10 +70,10 @@ class Plan:
         self._lists = [list(group["params"]) for group in groups]
         chosen = set(map(id, params))
         self._idle = [p for each in self._lists for p in each if id(p) not in chosen]
-        self._spots = kernels.spots_of(params)
+        self._spots = kernels.spots_of_plain(params)
         self._states = [state for some in members for state in some.states]
         self._all_states = list(state.values())
-        self._held = list(chain.from_iterable(state.values() for state in self._states))
+        self._held = [*chain.from_iterable(state.values() for state in self._states), _END]
         self._grads: Spots | None = None
         self.versions = [param._version for param in params]
         """Of the parameters, when we looked at them or wrote to them last."""
@@ -99,11 +101,10 @@ class Plan:
             return False
         if not _same(state.values(), self._all_states):
             return False
-        if sum(map(len, self._states)) != len(self._held):
+        values = chain.from_iterable(map(dict.values, self._states))
+        if not all(map(is_, chain(values, (_END,)), self._held)):
             return False
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._states)), self._held)):
-            return False
-        if kernels.spots_of(self.params) != self._spots:
+        if kernels.spots_of_plain(self.params) != self._spots:
             return False
         return self.point_to(list(map(_GRAD, self.params)))
 
