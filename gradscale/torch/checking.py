@@ -21,10 +21,11 @@ from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, Names, culprits
 from gradscale.torch.scaling import Scaling
 from gradscale.torch.unscale import (
+    Gradients,
     Reading,
-    Values,
     count_bad,
     finite_amax,
+    gradients_of,
     move,
     multiply,
     params_with_grad,
@@ -107,7 +108,7 @@ class Checking(Scaling):
         """Unscales in place and records what was found."""
         params = params_with_grad(optimizer)
         fresh, other = window.split(params)
-        values = values_of(fresh)
+        values = gradients_of(fresh)
         if measure:
             self._measure_underflow([optimizer], values, window)
         self._record(optimizer, unscale(values, window.inv_scale), OptState.UNSCALED)
@@ -117,8 +118,7 @@ class Checking(Scaling):
                 left = one if mark.left is None else mark.left
                 self._record(optimizer, unscale(values_of([param]), left), OptState.UNSCALED)
         self._mark_unscaled(optimizer, window, params)
-        skipped = self._skipped(optimizer)
-        if readable(skipped) and skipped:
+        if readable(window.scale) and self._skipped(optimizer):
             # Clipping may turn one infinity into NaN everywhere, so look before it does.
             self._measured[id(optimizer)].blame = self._look([optimizer], window, unscaled=True)
 
@@ -149,7 +149,7 @@ class Checking(Scaling):
         state["stage"] = stage
 
     def _measure_underflow(
-        self, optimizers: Sequence[Optimizer], values: Values, window: Window
+        self, optimizers: Sequence[Optimizer], values: Gradients, window: Window
     ) -> None:
         """Measures what scaled `values` underflow, in every so many steps, if asked for."""
         if self._underflow_is_due(optimizers):
@@ -176,14 +176,14 @@ class Checking(Scaling):
         if then is window and not window.edited(params):
             return
         if then is not window or window.begun_since(optimizer):
-            made = unscale(values_of(then.fresh(params)), window.inv_scale)
+            made = unscale(gradients_of(then.fresh(params)), window.inv_scale)
             self._record(optimizer, made, OptState.UNSCALED)
         if not self._found_inf_per_device(optimizer):
             raise CallOrderError(
                 "The gradients of this optimizer appeared after its unscale_(), which found none. "
                 "Call unscale_() after the backward pass, or leave it to step()."
             )
-        self._record_edit(optimizer, read(values_of(params), torch.ones_like(window.scale)))
+        self._record_edit(optimizer, read(gradients_of(params), torch.ones_like(window.scale)))
         self._mark_unscaled(optimizer, window, params)
 
     def _mark_unscaled(self, optimizer: Optimizer, window: Window, params: list[Tensor]) -> None:
@@ -221,7 +221,7 @@ class Checking(Scaling):
             self._unscale(optimizer, window)
             stage = OptState.UNSCALED
         inv_scale = window.inv_scale if stage is OptState.READY else torch.ones_like(window.scale)
-        values = values_of(params)
+        values = gradients_of(params)
         if stage is OptState.READY:
             self._measure_underflow([optimizer], values, window)
         reading, norm = read_norm(values, inv_scale, max_norm)
@@ -252,10 +252,10 @@ class Checking(Scaling):
     def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:
         """bool, on the device of the scale: something is not finite on some device."""
         scale = self._live("step()").scale
-        found = torch.zeros_like(scale, dtype=torch.bool)
-        for flag in found_inf.values():
-            found = found | (move(flag, scale.device) > 0)
-        return found
+        found = [move(flag, scale.device) > 0 for flag in found_inf.values()]
+        if not found:
+            return torch.zeros_like(scale, dtype=torch.bool)
+        return found[0] if len(found) == 1 else torch.stack(found).any()
 
     # torch's private names.
 

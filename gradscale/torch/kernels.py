@@ -94,6 +94,16 @@ def _covers(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+class Place(NamedTuple):
+    """Where gradients lie that kernels can take."""
+
+    facts: Any
+    """What it is true of, where that is asked again: addresses, layouts, sizes and formats."""
+    groups: list[tuple[torch.dtype, Table]]
+    keys: list[tuple[torch.device, torch.dtype]]
+    """Device and format of every group; one for all groups, if they have the same."""
+
+
 class Spots(NamedTuple):
     """Where tensors lie."""
 
@@ -118,6 +128,13 @@ def spots_of_plain(tensors: Sequence[Any]) -> Spots:
     addresses = list(map(Tensor.data_ptr, tensors))
     flat = all(map(Tensor.is_contiguous, tensors))
     return Spots(addresses, flat or [tensor.stride() for tensor in tensors])
+
+
+def placed(values: Values | Place) -> Values | Place:
+    """Where `values` lie, if the kernels can take them; else themselves."""
+    if isinstance(values, Place) or not fit(values):
+        return values
+    return Place(None, tables(values), list(values))
 
 
 def tables(values: Values) -> list[tuple[torch.dtype, Table]]:
@@ -162,15 +179,6 @@ def new_table(sizes: Sequence[int], device: torch.device) -> Table:
     from gradscale.torch._triton.tables import Table
 
     return Table(sizes, device)
-
-
-class Place(NamedTuple):
-    """Where the gradients of certain parameters lie."""
-
-    facts: Any
-    """What it is true of: where they lie, their sizes and formats."""
-    groups: list[tuple[torch.dtype, Table]]
-    keys: list[tuple[torch.device, torch.dtype]]
 
 
 def locate(params: list[Tensor], grads: list[Any]) -> Place | None:

@@ -22,7 +22,7 @@ from gradscale.torch.follow import Followers, innermost
 from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, Measured, StepOutcome, event_on, told_by
 from gradscale.torch.scaling import refuse_capture
-from gradscale.torch.unscale import params_with_grad, read, readable, values_of
+from gradscale.torch.unscale import gradients_of, params_with_grad, read, readable
 from gradscale.torch.window import Fate, Window
 
 
@@ -62,7 +62,7 @@ class Stepping(Checking):
         if self._stage(optimizer) is OptState.UNSCALED:
             self._recheck(optimizer, window)
         elif capable and not window.split(params)[1]:
-            values = values_of(params)
+            values = gradients_of(params)
             self._measure_underflow([optimizer], values, window)
             self._record(optimizer, read(values, window.inv_scale), OptState.READY)
             scale = window.scale
@@ -176,10 +176,9 @@ class Stepping(Checking):
         """Ends a step that all of `optimizers` took together, and says what became of it."""
         measured = self._measured[id(optimizers[0])]
         yes = torch.ones_like(skipped)
-        finite, fits, loss_finite = yes, yes, window.loss_finite
-        for optimizer in optimizers:
-            finite = finite & self._finite(optimizer)
-            fits = fits & self._fits.get(id(optimizer), yes)
+        loss_finite = window.loss_finite
+        finite = _all([self._finite(optimizer) for optimizer in optimizers])
+        fits = _all([self._fits.get(id(optimizer), yes) for optimizer in optimizers])
         for loss in window.losses.values():
             mine = loss.loss_finite
             loss_finite = mine if loss_finite is None else loss_finite & mine
@@ -310,6 +309,11 @@ def _take_closure(
     if args and callable(args[0]):
         return args[0], args[1:], kwargs
     return None, args, kwargs
+
+
+def _all(flags: list[Tensor]) -> Tensor:
+    """bool: whether all of `flags` hold."""
+    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
 def mark_in_stream(value: Tensor) -> torch.Event | None:

@@ -9,7 +9,6 @@ some devices have none.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -31,6 +30,9 @@ _PIECE = 2**12
 Values = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 """The numbers of gradients, by device and dtype: what a foreach operation takes at once."""
 
+
+Gradients = Values | kernels.Place
+"""Gradients, by where they lie or as numbers."""
 
 Peaks = dict[tuple[torch.device, torch.dtype], Tensor]
 """The largest magnitude of every gradient (NaN if it has one), as vectors."""
@@ -99,26 +101,41 @@ def values_of(params: Iterable[Tensor]) -> Values:
     return grouped(dense)
 
 
-def read(values: Values, inv_scale: Tensor) -> Reading:
+def gradients_of(params: list[Tensor]) -> Gradients:
+    """Where the gradients of `params` lie, if kernels can take them, and else their numbers."""
+    if params and kernels.take(params[0].device):
+        place = kernels.locate(params, [param.grad for param in params])
+        if place is not None:
+            return place
+    return values_of(params)
+
+
+def read(values: Gradients, inv_scale: Tensor) -> Reading:
     """Whether `values` are finite, and would be when multiplied by `inv_scale` where they are."""
-    if kernels.fit(values):
-        return _read_by_kernel(values, inv_scale, math.inf)[0]
+    values = kernels.placed(values)
+    if isinstance(values, kernels.Place):
+        return _read_by_kernel(values, inv_scale)[0]
     return _survey(values, inv_scale)[0]
 
 
 def _read_by_kernel(
-    values: Values, inv_scale: Tensor, max_norm: float, unscale: bool = False
+    place: kernels.Place, inv_scale: Tensor, max_norm: float | None = None, unscale: bool = False
 ) -> tuple[Reading, Norm]:
-    """One pass for everything; with `unscale` for everything but the norm."""
-    device = next(iter(values))[0]
+    """One pass for everything; with `unscale` for everything but the norm.
+
+    Without a `max_norm` the norm is of no use.
+    """
+    device = place.keys[0][0]
     here = move(inv_scale, device)
-    tables = kernels.tables(values)
-    summary, counts = kernels.reading().read(tables, here, max_norm, unscale=unscale)
-    starts = itertools.accumulate((len(group) for group in values.values()), initial=0)
-    rows = {key: counts[i:][: len(values[key])] for key, i in zip(values, starts, strict=False)}
+    limit = math.inf if max_norm is None else max_norm
+    summary, counts = kernels.reading().read(place.groups, here, limit, unscale=unscale)
+    rows = {place.keys[0]: counts}
+    if len(place.keys) > 1:
+        parts = counts.split([table.tensors for _, table in place.groups])
+        rows = dict(zip(place.keys, parts, strict=True))
     found, amax, peak = {device: summary.found_inf}, summary.amax, summary.finite_amax
     reading = Reading(found, summary.fits > 0, amax, None, rows, peak)
-    norm = Norm(summary.norm, here * summary.clip)
+    norm = Norm(summary.norm, here if max_norm is None else here * summary.clip)
     if inv_scale.device == device:
         return reading, norm
     back = inv_scale.device
@@ -149,10 +166,11 @@ def _survey(values: Values, inv_scale: Tensor) -> tuple[Reading, Tensor]:
 
 
 @torch.no_grad()
-def unscale(values: Values, inv_scale: Tensor) -> Reading:
+def unscale(values: Gradients, inv_scale: Tensor) -> Reading:
     """Multiplies `values` by `inv_scale` in place; what `read` would have said of them before."""
-    if kernels.fit(values):
-        return _read_by_kernel(values, inv_scale, math.inf, unscale=True)[0]
+    values = kernels.placed(values)
+    if isinstance(values, kernels.Place):
+        return _read_by_kernel(values, inv_scale, unscale=True)[0]
     if not readable(inv_scale) or float(inv_scale) > 1:
         reading = read(values, inv_scale)
         multiply(values, inv_scale)
@@ -171,10 +189,11 @@ def unscale(values: Values, inv_scale: Tensor) -> Reading:
 
 
 @torch.no_grad()
-def multiply(values: Values, factor: Tensor) -> None:
+def multiply(values: Gradients, factor: Tensor) -> None:
     """Multiplies `values` by the float32 `factor` in place, each product rounded once."""
-    if kernels.fit(values):
-        for dtype, table in kernels.tables(values):
+    values = kernels.placed(values)
+    if isinstance(values, kernels.Place):
+        for dtype, table in values.groups:
             kernels.writing().multiply(dtype, table, move(factor, table.device))
         return
     for (device, dtype), group in values.items():
@@ -206,11 +225,15 @@ def clear(values: Values, where: Tensor) -> None:
 
 @torch.no_grad()
 def read_norm(
-    values: Values, inv_scale: Tensor, max_norm: float = math.inf
+    values: Gradients, inv_scale: Tensor, max_norm: float = math.inf
 ) -> tuple[Reading, Norm]:
     """What `read` says, perhaps without the largest magnitude, and the norm."""
     one = torch.ones_like(inv_scale)
-    if all(device.type == "cpu" for device, _ in values) and readable(inv_scale):
+    if (
+        not isinstance(values, kernels.Place)
+        and all(device.type == "cpu" for device, _ in values)
+        and readable(inv_scale)
+    ):
         root = _root(values, one)
         # A norm in this range says by itself that nothing is infinite, and what is unscaled by at
         # most 1 fits: one read instead of two. False for NaN, too.
@@ -221,9 +244,12 @@ def read_norm(
 
 
 @torch.no_grad()
-def read_all(values: Values, inv_scale: Tensor, max_norm: float = math.inf) -> tuple[Reading, Norm]:
+def read_all(
+    values: Gradients, inv_scale: Tensor, max_norm: float = math.inf
+) -> tuple[Reading, Norm]:
     """What `read` says, and the norm."""
-    if kernels.fit(values):
+    values = kernels.placed(values)
+    if isinstance(values, kernels.Place):
         return _read_by_kernel(values, inv_scale, max_norm)
     reading, amax = _survey(values, inv_scale)
     one = torch.ones_like(inv_scale)
@@ -245,8 +271,13 @@ def _norm(root: Tensor, shift: Tensor, inv_scale: Tensor, max_norm: float) -> No
 
 
 @torch.no_grad()
-def underflow(values: Values, smallest_normal: float, like: Tensor) -> Tensor:
+def underflow(values: Gradients, smallest_normal: float, like: Tensor) -> Tensor:
     """The share of the nonzero `values` below `smallest_normal`, as float32 where `like` is."""
+    values = kernels.placed(values)
+    if isinstance(values, kernels.Place):
+        one = torch.ones((), device=values.keys[0][0])
+        summary, _ = kernels.reading().read(values.groups, one, smallest_normal=smallest_normal)
+        return move(summary.underflow, like.device)
     below, nonzero = (torch.zeros_like(like, dtype=torch.int64) for _ in range(2))
     for group in values.values():
         for value in group:

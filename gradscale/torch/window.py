@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Mark:
 
     def __init__(self, param: Tensor, fate: Fate, begun: int, left: Tensor | None) -> None:
         self.param = weakref.ref(param)
-        self.grad = weakref.ref(param.grad)
+        self.grad: weakref.ref[Any] = weakref.ref(param.grad)
         self.nonzero: Tensor | None = None
         """bool: it had something in it when the last backward pass began."""
         self.conflict: Tensor | None = None
@@ -72,6 +73,48 @@ class Mark:
 Marks = dict[int, Mark]
 
 
+class _Marked:
+    """Many gradients that were marked at once, which is quicker than one by one."""
+
+    def __init__(self, params: list[Tensor], fate: Fate, begun: int, left: Tensor | None) -> None:
+        grads: list[Any] = [param.grad for param in params]
+        self._params = list(map(weakref.ref, params))
+        self._grads = list(map(weakref.ref, grads))
+        self._versions = [grad._version for grad in grads]
+        self._facts = fate, begun, left
+
+    def marks(self) -> Marks:
+        """A mark for each that is still there."""
+        marks = {}
+        for param_ref, grad_ref, version in zip(
+            self._params, self._grads, self._versions, strict=True
+        ):
+            param, grad = param_ref(), grad_ref()
+            if param is not None and grad is not None and param.grad is not None:
+                mark = marks[id(param)] = Mark(param, *self._facts)
+                mark.grad, mark.version = grad_ref, version
+        return marks
+
+    def are(self, params: list[Tensor]) -> bool:
+        """Whether they are those of `params`."""
+        return len(params) == len(self._params) and all(
+            param is ref() for param, ref in zip(params, self._params, strict=True)
+        )
+
+    def untouched(self, params: list[Tensor]) -> bool:
+        """Whether the gradients of `params`, whose they are, are as they were or gone."""
+        for param, ref, version in zip(params, self._grads, self._versions, strict=True):
+            grad: Any = param.grad
+            if grad is None:
+                continue
+            if grad is not ref() or grad._version != version:
+                return False
+            # The values of a sparse gradient can change without its version.
+            if grad.layout is not torch.strided:
+                return False
+        return True
+
+
 class Window:
     """One scale, the losses that were multiplied by it, and the gradients that came of them."""
 
@@ -102,7 +145,8 @@ class Window:
         self.losses: dict[int | str, OwnLoss] = {}
         """The losses that have a scale of their own."""
         self._users: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
-        self._marks: Marks = {}
+        self._one_by_one: Marks = {}
+        self._at_once: _Marked | None = None
         self._waiting = {
             key: mark
             for key, mark in before.items()
@@ -161,7 +205,7 @@ class Window:
 
     def is_plain(self) -> bool:
         """Whether all gradients are this window's own, and nobody has had or judged them yet."""
-        odd = self.losses or self._marks or self._waiting or self._users
+        odd = self.losses or self._has_marks() or self._waiting or self._users
         unjudged = self.finite is None and self.penalty_finite is None and self.blank is None
         return unjudged and not odd
 
@@ -182,12 +226,31 @@ class Window:
         self, params: Iterable[Tensor], left: Tensor | None = None, fate: Fate = Fate.USED
     ) -> None:
         """Remembers the gradients of `params` as they are now, with what is `left` in them."""
-        for param in params if not self.captured else ():
+        if self.captured:
+            return
+        several = [param for param in params if param.grad is not None]
+        at_once = self._at_once
+        if not self._one_by_one and (at_once is None or at_once.are(several)):
+            self._at_once = _Marked(several, fate, self.begun, left)
+            return
+        for param in several:
             mark = self._marks.get(id(param))
             if mark is not None and mark.is_of(param):
                 mark.renew(fate, self.begun, left)
-            elif param.grad is not None:
+            else:
                 self._marks[id(param)] = Mark(param, fate, self.begun, left)
+
+    @property
+    def _marks(self) -> Marks:
+        """What is remembered of every gradient, by the id of its parameter."""
+        if self._at_once is not None:
+            self._one_by_one |= self._at_once.marks()
+            self._at_once = None
+        return self._one_by_one
+
+    def _has_marks(self) -> bool:
+        """Whether anything is remembered."""
+        return bool(self._one_by_one) or self._at_once is not None
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Drops what is remembered of the gradients of `params`, which are made anew."""
@@ -196,7 +259,8 @@ class Window:
 
     def still(self, params: Iterable[Tensor]) -> list[Tensor]:
         """The `params` whose gradients are still there as they were marked."""
-        marks = self._marks
+        params = list(params)
+        marks = self._marks if params else {}
         return [p for p in params if id(p) in marks and marks[id(p)].untouched()]
 
     def had(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -226,6 +290,9 @@ class Window:
 
     def edited(self, params: Iterable[Tensor]) -> bool:
         """Whether somebody may have written to the gradients of `params` since they were marked."""
+        params = list(params)
+        if self._at_once is not None and self._at_once.are(params):
+            return not self._at_once.untouched(params)
         for param in params:
             mark = self._marks.get(id(param))
             if param.grad is None:
@@ -241,7 +308,7 @@ class Window:
         Raises:
             CallOrderError: gradients of different scales were added up, which nothing can undo.
         """
-        if not self._marks and not self._waiting:
+        if not self._has_marks() and not self._waiting:
             return params, []
         fresh, other = [], []
         for param in params:
@@ -300,8 +367,9 @@ class Window:
                     self._marks[id(param)] = Mark(param, Fate.PASSED, self.begun, self.inv_scale)
 
     def leftovers(self) -> Marks:
-        """The marks of all gradients that this window knows of."""
-        return {**self._waiting, **self._marks}
+        """The marks of all gradients that were passed by, in this window or before."""
+        # Those marked at once have been used.
+        return {**self._waiting, **self._one_by_one}
 
 
 def _refuse_conflict(mark: Mark) -> None:

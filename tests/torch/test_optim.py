@@ -31,6 +31,7 @@ class LionInDouble(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         self.numbers = lr, *betas, weight_decay, -1 if maximize else 1
+        self.doubtful: dict[Any, Any] = {}
         super().__init__(params, {})
 
     @torch.no_grad()
@@ -38,7 +39,11 @@ class LionInDouble(torch.optim.Optimizer):
         lr, first, second, decay, sign = self.numbers
         for w in self.param_groups[0]["params"]:
             m = self.state[w].setdefault("exp_avg", torch.zeros_like(w))
-            update = torch.sign(first * m + (1 - first) * sign * w.grad)
+            mixed = first * m + (1 - first) * sign * w.grad
+            # The sign of a sum that is 0 to the rounding is anybody's guess.
+            doubt = mixed.abs() <= 2.0**-20 * (m.abs() + w.grad.abs())
+            self.doubtful[w] = self.doubtful.get(w, False) | doubt
+            update = torch.sign(mixed)
             w.sub_(lr * (update + decay * w))
             m.copy_(second * m + (1 - second) * sign * w.grad)
 
@@ -115,12 +120,14 @@ def test_steps_are_torchs_to_the_rounding(
     lr = settings.get("lr", 1e-4 if ours is optim.Lion else 1e-3)
     # Every step rounds a parameter once (half a unit of the largest) and its change to some ten
     # units. Adam's change is lr times a few. SGD's is lr times a gradient, here up to 500, that
-    # momentum adds up to ten times. Lion's is lr, and its sign is anybody's guess if the average
-    # is 0 to the rounding: then the step may be 2 * lr off, which no two numbers here are.
+    # momentum adds up to ten times. Lion's is lr.
     change = {optim.SGD: 500 * 10 * 64, optim.Lion: 64}.get(ours, 64) * lr
     bound = steps * 2.0**-24 * (size + change)
+    doubtful = getattr(reference, "doubtful", {})
     for w, e in zip(mine, exact, strict=True):
-        assert torch.all((w.double() - e).abs() <= bound)
+        doubt = doubtful.get(e, torch.zeros_like(e, dtype=torch.bool))
+        assert torch.all(((w.double() - e).abs() <= bound) | doubt)
+        assert int(doubt.sum()) <= doubt.numel() / 100
     counts = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert counts <= {float(steps)}
 
