@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradscale.errors import SettingError, caller_level
 from gradscale.torch import kernels
+from gradscale.torch.ties import OptimizerTie
 
 if TYPE_CHECKING:
     from gradscale.torch._triton.tables import Table
@@ -137,9 +138,16 @@ class _OnePass(torch.optim.Adam):
                 state[key] = torch.zeros_like(param)
         return state
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does, also for compiled functions."""
+        super().add_param_group(param_group)
+        self._tie = OptimizerTie(self)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._members, self._told = {}, set()
+        if not hasattr(self, "_tie"):
+            self._tie = OptimizerTie(self)
         # A state of torch's optimizer that was not fused says so, and counts steps on the CPU.
         for group in self.param_groups:
             group.update(_NOT_HERE)

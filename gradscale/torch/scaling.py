@@ -21,10 +21,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscale.errors import caller_level
 from gradscale.policy import Dynamic, State
+from gradscale.torch import compiled
 from gradscale.torch.keeper import ScaleKeeper, check_loss_id
 from gradscale.torch.losses import backward_alone
 from gradscale.torch.outcome import Measured, StepOutcome
-from gradscale.torch.unscale import clear, move, params_with_grad, readable, values_of
+from gradscale.torch.ties import ScalerTie
+from gradscale.torch.unscale import clear, params_with_grad, readable, times, values_of
 from gradscale.torch.window import Fate, Window
 
 # What belongs to the iterations, and not to the scaler that is saved.
@@ -45,6 +47,7 @@ NOT_SAVED = (
     "_iteration",
     "_rows",
     "_last_scaled",
+    "_tie",
 )
 # A float16 loss seeds its backward pass in float16, where 2**16 is infinite.
 _HALF_LOSS_SCALE = 2.0**15
@@ -73,6 +76,7 @@ class Scaling(ScaleKeeper):
         self._rows: MutableMapping[Optimizer, Tensor] = WeakIdKeyDictionary()
         """How many steps of an optimizer in a row were skipped."""
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
+        self._tie = ScalerTie(self)
 
     def _reset(self) -> None:
         """Makes every optimizer READY, with nothing found yet, under torch's names."""
@@ -93,8 +97,10 @@ class Scaling(ScaleKeeper):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            if torch.compiler.is_compiling():
+                return compiled.scale(self, outputs)
             window = self._open(outputs)
-            scaled = _times(outputs, window.scale)
+            scaled = times(outputs, window.scale)
             if scaled.requires_grad and not _inside_functorch(scaled):
                 scaled.register_hook(partial(self._begin_pass, window, outputs.detach()))
             self._last_scaled = weakref.ref(scaled)
@@ -133,6 +139,8 @@ class Scaling(ScaleKeeper):
                 before they are added, which takes one more copy of them for the while.
             kwargs: For `torch.autograd.backward`.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "backward", loss, loss_id=loss_id, **kwargs)
         losses = [loss] if isinstance(loss, Tensor) else list(loss)
         if not losses or not all(isinstance(one, Tensor) for one in losses):
             what = ", ".join(type(one).__name__ for one in losses) or "nothing"
@@ -149,7 +157,7 @@ class Scaling(ScaleKeeper):
             if any(one.dtype is torch.float16 for one in losses):
                 self._hold_for_half(state)
             own = window.add_loss(loss_id, state.scale.clone())
-        backward_alone([_times(one, own.scale) for one in losses], window, own, kwargs)
+        backward_alone([times(one, own.scale) for one in losses], window, own, kwargs)
         if _losses_tell():
             for one in losses:
                 own.note_loss(one)
@@ -161,14 +169,16 @@ class Scaling(ScaleKeeper):
         For gradient penalties. float16 gradients come back in float32, because unscaled they could
         vanish. Gradients that are not finite count as an overflow in the next `update()`.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "grad", outputs, inputs, **kwargs)
         if not self._enabled:
             return torch.autograd.grad(outputs, inputs, **kwargs)
         several = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        scaled = [_times(output, self._open(output).scale) for output in several]
+        scaled = [times(output, self._open(output).scale) for output in several]
         grads = torch.autograd.grad(scaled, inputs, **kwargs)
         window = self._open(several[0])
         window.note_penalty(grads)
-        return tuple(None if g is None else _times(g, window.inv_scale) for g in grads)
+        return tuple(None if g is None else times(g, window.inv_scale) for g in grads)
 
     def _open(self, output: Tensor, alone: bool = False) -> Window:
         """The window that `output` belongs to: the open one, or a new one with the scale of now.
@@ -243,18 +253,9 @@ def _no_tensor() -> None:
     """What a dead reference would say."""
 
 
-def _times(value: Tensor, factor: Tensor) -> Tensor:
-    """`value` times the float32 `factor`, in float32 where `value` is float16."""
-    wide = value.float() if value.dtype is torch.float16 else value
-    return wide * move(factor, value.device)
-
-
 def _inside_functorch(value: Tensor) -> bool:
     """Whether `value` lives in a torch.func transform, which must not leak out of it."""
-    # Dynamo cannot trace the question, and has its own answer.
-    return not torch.compiler.is_compiling() and bool(
-        torch._C._functorch.is_functorch_wrapped_tensor(value)
-    )
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def capturing() -> bool:
