@@ -415,6 +415,34 @@ FAULTS = [
         "self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale * 2)",
         "tests/torch/test_closure.py",
     ),
+    Fault(
+        "a compiler's copies are written over the result of a step",
+        "torch/compiled.py",
+        "        given.copy_(mine.detach())",
+        "        pass",
+        "tests/torch/test_compiled.py",
+    ),
+    Fault(
+        "what a graph did before a step is lost",
+        "torch/compiled.py",
+        "        mine.data.copy_(given)",
+        "        pass",
+        "tests/torch/test_compiled.py",
+    ),
+    Fault(
+        "a compiled backward pass does not say which window it belongs to",
+        "torch/compiled.py",
+        "    owner._begin_pass(mine, loss, grad)",
+        "    pass",
+        "tests/torch/test_compiled.py",
+    ),
+    Fault(
+        "the compiler looks into step()",
+        "torch/stepping.py",
+        'return compiled.outside(self, "step", optimizer, *args, **kwargs)',
+        "pass",
+        "tests/torch/test_outside.py",
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch import compiled
 from gradscale.torch.contract import is_capable, step_on_device
 from gradscale.torch.events import Record
 from gradscale.torch.fast import Fast
@@ -59,6 +60,9 @@ class Applying(Fast):
                 before the next backward pass, which would add to them: torch's optimizers leave
                 them unscaled, those of gradscale.torch.optim as they were.
         """
+        if torch.compiler.is_compiling():
+            limits = clip_norm, clip_value
+            return compiled.apply(self, optimizers, *limits, closure, zero_grad)
         given: Any = optimizers
         alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
         several: list[Any] = [given] if alone else list(given)

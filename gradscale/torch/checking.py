@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
+from gradscale.torch import compiled
 from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, Names, culprits
 from gradscale.torch.scaling import Scaling
@@ -52,8 +53,10 @@ class Checking(Scaling):
         float16 gradients stay float16, so small values can vanish by that, as they can in `step()`
         of an optimizer that does not unscale by itself.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "unscale_", optimizer)
         if not self._enabled:
-            return
+            return None
         window = self._use(optimizer, "unscale_", (OptState.READY,))
         self._unscale(optimizer, window)
 
@@ -208,6 +211,8 @@ class Checking(Scaling):
         memory, and `step()` then does not read the gradients again. The norm is NaN if the step is
         going to be skipped.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "clip_grad_norm_", optimizer, max_norm)
         if not max_norm > 0:
             raise SettingError(f"max_norm must be > 0, got {max_norm}.")
         params = params_with_grad(optimizer)

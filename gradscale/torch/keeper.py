@@ -29,7 +29,7 @@ from gradscale.policy import (
     Policy,
     State,
 )
-from gradscale.torch import kernels
+from gradscale.torch import compiled, kernels
 from gradscale.torch.events import Move
 from gradscale.torch.unscale import move
 from gradscale.torch.window import Window
@@ -140,6 +140,8 @@ class ScaleKeeper(torch.amp.GradScaler):
         Args:
             loss_id: Of which loss, where some have a scale of their own.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "get_scale", loss_id)
         if not self._enabled:
             return 1.0
         state: State | None = self._initial if self._state is None else self._state
@@ -176,6 +178,8 @@ class ScaleKeeper(torch.amp.GradScaler):
         self._set("growth_interval", new_interval)
 
     def _set(self, name: str, value: Any) -> None:
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "_set", name, value)
         if not isinstance(self._policy, Dynamic):
             raise SettingError(
                 f"{name} is a setting of Dynamic, and this scaler's policy is {self._policy}."
@@ -284,6 +288,8 @@ class ScaleKeeper(torch.amp.GradScaler):
 
         Empty if the scaler is disabled. Call it after `update()`. **Waits for the device.**
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "state_dict")
         if not self._enabled:
             return {}
         state, counters, losses = self._numbers()

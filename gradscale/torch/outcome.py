@@ -38,7 +38,7 @@ class Blame(NamedTuple):
     """The largest magnitude among the scaled gradients that are finite; None if nobody knows."""
 
 
-def _innocent() -> Blame:
+def innocent() -> Blame:
     """Nobody is to blame."""
     return Blame([], None)
 
@@ -98,7 +98,7 @@ class StepOutcome:
     _floor: float = 0.0
     _own: tuple[tuple[Tensor, Tensor], ...] = ()
     """Whether each loss with a scale of its own was finite, and that scale."""
-    _blame: Callable[[], Blame] = _innocent
+    _blame: Callable[[], Blame] = innocent
     _nothing: bool = False
     """Whether there was no gradient at all."""
     _done: torch.Event | None = None

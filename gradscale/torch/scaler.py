@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
+from gradscale.torch import compiled
 from gradscale.torch.applying import Applying
 from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
@@ -124,6 +125,8 @@ class GradScaler(Applying):
         Gradients of the open window keep the scale they were made with. Bad gradients of skipped
         steps are cleared.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "update", new_scale)
         if not self._enabled:
             done, self._iteration = self._iteration, []
             if done and not capturing():  # it has no state, so no log either
@@ -159,6 +162,8 @@ class GradScaler(Applying):
         Raises:
             StateError: It cannot be read; nothing was loaded.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "load_state_dict", state_dict, settings=settings)
         super().load_state_dict(state_dict, settings=settings)
         if self._enabled:
             # What is still on its way, and counted, is of the run that this one leaves.
@@ -179,6 +184,8 @@ class GradScaler(Applying):
         Events of steps inside a CUDA graph come with `flush()` or the next step outside of it, and
         have no outcome.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "on", event, callback)
         self._events.on(event, callback)
 
     def follow(self, *things: Any, optimizer: Optimizer | None = None, wait: bool = False) -> None:
@@ -197,6 +204,8 @@ class GradScaler(Applying):
             optimizer: Whose steps to follow; without it that of a scheduler, and else any.
             wait: Call them in `update()` instead, which then **waits for the device**.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "follow", *things, optimizer=optimizer, wait=wait)
         for thing in things:
             self._followers.add(thing, optimizer, wait)
 
@@ -206,16 +215,22 @@ class GradScaler(Applying):
         That includes what happened in replays of CUDA graphs. What became of the last 4,096 steps
         there is known; call it often enough, or a warning says how many were lost.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "flush")
         self._followers.catch_up()
         self._events.deliver(wait=True)
 
     @property
     def history(self) -> list[tuple[int, float, str]]:
         """The last thousand events as (step, scale, event), oldest first."""
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "__getattribute__", "history")
         return list(self._events.history)
 
     def name(self, model: torch.nn.Module) -> None:
         """Takes over the names of the parameters of `model`, for `culprits()`."""
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "name", model)
         self._names.take(model)
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:

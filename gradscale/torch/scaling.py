@@ -20,12 +20,14 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, caller_level
 from gradscale.policy import Dynamic, State
+from gradscale.torch import compiled
 from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import ScaleKeeper, check_loss_id
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import backward_alone
 from gradscale.torch.outcome import Measured, StepOutcome
-from gradscale.torch.unscale import clear, move, params_with_grad, readable, values_of
+from gradscale.torch.ties import ScalerTie
+from gradscale.torch.unscale import clear, params_with_grad, readable, times, values_of
 from gradscale.torch.window import Fate, Window
 
 # What belongs to the iterations, and not to the scaler that is saved.
@@ -46,6 +48,7 @@ NOT_SAVED = (
     "_iteration",
     "_rows",
     "_last_scaled",
+    "_tie",
 )
 # A float16 loss seeds its backward pass in float16, where 2**16 is infinite.
 _HALF_LOSS_SCALE = 2.0**15
@@ -74,6 +77,7 @@ class Scaling(ScaleKeeper):
         self._rows: Beside[Tensor] = Beside()
         """How many steps of an optimizer in a row were skipped."""
         self._last_scaled: Callable[[], Tensor | None] = _no_tensor
+        self._tie = ScalerTie(self)
 
     def _reset(self) -> None:
         """Makes every optimizer READY, with nothing found yet, under torch's names."""
@@ -94,8 +98,10 @@ class Scaling(ScaleKeeper):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            if torch.compiler.is_compiling():
+                return compiled.scale(self, outputs)
             window = self._open(outputs)
-            scaled = _times(outputs, window.scale)
+            scaled = times(outputs, window.scale)
             if scaled.requires_grad and not _inside_functorch(scaled):
                 scaled.register_hook(partial(self._begin_pass, window, outputs.detach()))
             self._last_scaled = weakref.ref(scaled)
@@ -134,6 +140,8 @@ class Scaling(ScaleKeeper):
                 before they are added, which takes one more copy of them for the while.
             kwargs: For `torch.autograd.backward`.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "backward", loss, loss_id=loss_id, **kwargs)
         losses = [loss] if isinstance(loss, Tensor) else list(loss)
         if not losses or not all(isinstance(one, Tensor) for one in losses):
             what = ", ".join(type(one).__name__ for one in losses) or "nothing"
@@ -152,7 +160,7 @@ class Scaling(ScaleKeeper):
             if any(one.dtype is torch.float16 for one in losses):
                 self._hold_for_half(state)
             own = window.add_loss(loss_id, state.scale.clone())
-        backward_alone([_times(one, own.scale) for one in losses], window, own, kwargs)
+        backward_alone([times(one, own.scale) for one in losses], window, own, kwargs)
         if _losses_tell():
             for one in losses:
                 own.note_loss(one)
@@ -164,14 +172,16 @@ class Scaling(ScaleKeeper):
         For gradient penalties. float16 gradients come back in float32, because unscaled they could
         vanish. Gradients that are not finite count as an overflow in the next `update()`.
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "grad", outputs, inputs, **kwargs)
         if not self._enabled:
             return torch.autograd.grad(outputs, inputs, **kwargs)
         several = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        scaled = [_times(output, self._open(output).scale) for output in several]
+        scaled = [times(output, self._open(output).scale) for output in several]
         grads = torch.autograd.grad(scaled, inputs, **kwargs)
         window = self._open(several[0])
         window.note_penalty(grads)
-        return tuple(None if g is None else _times(g, window.inv_scale) for g in grads)
+        return tuple(None if g is None else times(g, window.inv_scale) for g in grads)
 
     def _open(self, output: Tensor, alone: bool = False) -> Window:
         """The window that `output` belongs to: the open one, or a new one with the scale of now.
@@ -246,18 +256,9 @@ def _no_tensor() -> None:
     """What a dead reference would say."""
 
 
-def _times(value: Tensor, factor: Tensor) -> Tensor:
-    """`value` times the float32 `factor`, in float32 where `value` is float16."""
-    wide = value.float() if value.dtype is torch.float16 else value
-    return wide * move(factor, value.device)
-
-
 def _inside_functorch(value: Tensor) -> bool:
     """Whether `value` lives in a torch.func transform, which must not leak out of it."""
-    # Dynamo cannot trace the question, and has its own answer.
-    return not torch.compiler.is_compiling() and bool(
-        torch._C._functorch.is_functorch_wrapped_tensor(value)
-    )
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def refuse_capture(what: str) -> None:

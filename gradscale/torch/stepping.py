@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, caller_level
+from gradscale.torch import compiled
 from gradscale.torch.checking import Checking
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
@@ -42,6 +43,8 @@ class Stepping(Checking):
         **Waits for the device** unless the optimizer can skip by itself (`fused=True` in
         torch.optim).
         """
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "step", optimizer, *args, **kwargs)
         self._followers.catch_up()
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
@@ -291,6 +294,8 @@ class Stepping(Checking):
 
     def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
         """What became of the last step, of `optimizer` or of any."""
+        if torch.compiler.is_compiling():
+            return compiled.outside(self, "outcome", optimizer)
         outcome = self._last_outcome if optimizer is None else self._outcomes.get(optimizer)
         if outcome is None:
             raise CallOrderError(

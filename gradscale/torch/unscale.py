@@ -372,6 +372,12 @@ def move(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=device.type != "cpu")
 
 
+def times(value: Tensor, factor: Tensor) -> Tensor:
+    """`value` times the float32 `factor`, in float32 where `value` is float16."""
+    wide = value.float() if value.dtype is torch.float16 else value
+    return wide * move(factor, value.device)
+
+
 def _peaks(group: list[Tensor]) -> Tensor:
     """The largest magnitude of every tensor of `group`, NaN if it has one, in its own dtype."""
     if all(value.numel() for value in group):

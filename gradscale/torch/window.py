@@ -107,7 +107,8 @@ class _Marked:
             grad: Any = param.grad
             if grad is None:
                 continue
-            if grad is not ref() or grad._version != version:
+            same: bool = grad is ref()
+            if not same or grad._version != version:
                 return False
             # The values of a sparse gradient can change without its version.
             if grad.layout is not torch.strided:

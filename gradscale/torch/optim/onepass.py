@@ -22,6 +22,7 @@ from gradscale.errors import SettingError, caller_level
 from gradscale.torch import kernels
 from gradscale.torch.optim import masters
 from gradscale.torch.optim.plan import Members, Plan
+from gradscale.torch.ties import OptimizerTie
 
 if TYPE_CHECKING:
     from gradscale.torch._triton.pieces import Step
@@ -289,6 +290,11 @@ class OnePass(torch.optim.Optimizer):
         stand.grad = None
         masters.put(param, self.state[param], stand, self._master)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does, also for compiled functions."""
+        super().add_param_group(param_group)
+        self._tie = OptimizerTie(self)
+
     # Saving and loading.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -312,6 +318,8 @@ class OnePass(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()
+        if not hasattr(self, "_tie"):
+            self._tie = OptimizerTie(self)
         # A state of torch's optimizer that was not fused says so, and counts steps on the CPU.
         for group in self.param_groups:
             group.update({name: value for name, value in _FIXED.items() if name in group})
