@@ -7,7 +7,7 @@ nothing unusual has happened. Everything else goes the long way, with the same r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,22 +83,17 @@ class Fast(Stepping):
         count = sum([table.tensors for _, table in place.groups])
         due = self._underflow_is_due(optimizers)
         smallest_normal = self._format.smallest_normal if due else None
-        state, row = self._live("apply()"), self._row(optimizers[0], window.scale)
-        reading = kernels.reading()
-        question = reading.Question(
+        row, told = self._row(optimizers[0], window.scale), _slot(window.scale.device)
+        question = self._question(window)
+        values, numbers = kernels.reading().read_and_decide(
+            place.groups,
+            window.inv_scale,
+            max_norm,
+            smallest_normal,
             window.scale,
-            window.loss_finite,
-            self._counters[LOSSES],
-            self._counters[STEPS],
             row,
-            self._policy,
-            state,
-            PATIENT_LOSSES,
-            LOSS_PERIOD,
-        )
-        told = _slot(window.scale.device)
-        values, numbers = reading.read_and_decide(
-            place.groups, window.inv_scale, max_norm, smallest_normal, question, told
+            question,
+            told,
         )
         divisor, skipped = values[DIVISOR], values[SKIP]
         try:
@@ -119,20 +114,57 @@ class Fast(Stepping):
         done = mark_in_stream(skipped)
         measured = partial(_measured, values, numbers, place)
         known = {} if due else {"underflow": None}
-        floor = getattr(self._policy, "min_scale", 0.0)
         outcome = StepOutcome.left_by_kernel(
             values,
             scale=window.scale,
             _format=self._format,
-            _floor=floor,
+            _floor=getattr(self._policy, "min_scale", 0.0),
             _blame=self._blame_later(optimizers, count, measured),
             _done=done,
             **known,
         )
         self._tell(optimizers, outcome)
-        moves = [Move(0, state.scale, state.scale, floor)]
-        sent = None if kernels.capturing() else Sent(told, done)
-        return Record(told, moves, self._iteration, sent)
+        return self._told_by_kernel(told, done)
+
+    def _question(self, window: Window) -> Any:
+        """What a kernel moves the scale by."""
+        return kernels.reading().Question(
+            window.loss_finite,
+            self._counters[LOSSES],
+            self._counters[STEPS],
+            self._policy,
+            self._live("update()"),
+            PATIENT_LOSSES,
+            LOSS_PERIOD,
+        )
+
+    def _told_by_kernel(self, told: Tensor, done: torch.Event | None) -> Record:
+        """The record of one step that a kernel writes by the time that `done` is."""
+        scale = self._live("update()").scale
+        moves = [Move(0, scale, scale, getattr(self._policy, "min_scale", 0.0))]
+        return Record(
+            told, moves, self._iteration, None if kernels.capturing() else Sent(told, done)
+        )
+
+    def _advance_fast(self, found_inf: Sequence[Mapping[Any, Tensor]]) -> Record | None:
+        """Moves the scale after one step in torch's loop; None, with nothing done, if not.
+
+        `found_inf` is what was found for every optimizer that was checked.
+        """
+        window, scale = self._pending(), self._live("update()").scale
+        if not kernels.take(scale.device) or window is None or not window.is_unjudged():
+            return None
+        if len(found_inf) != 1 or len(self._iteration) != 1 or list(found_inf[0]) != [scale.device]:
+            return None
+        found, outcome, told = (
+            found_inf[0][scale.device],
+            self._iteration[0][1],
+            _slot(scale.device),
+        )
+        step = (outcome.applied, outcome.skipped_in_a_row)
+        kernels.writing().advance(found, *step, self._question(window), told)
+        window.finite = found == 0
+        return self._told_by_kernel(told, mark_in_stream(found))
 
 
 def _measured(values: Tensor, numbers: Tensor, place: kernels.Place) -> Measured:

@@ -140,6 +140,10 @@ class GradScaler(Applying):
             moves = list(self._move_losses(self._pending()))
         else:
             found = self._all_found()
+            record = self._advance_fast(found)
+            if record is not None:
+                self._end_iteration(record)
+                return
             if found:
                 finite = ~torch.stack([self._found(flags) for flags in found]).any()
                 fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()

@@ -204,11 +204,14 @@ class Window:
                 flag = torch.isfinite(grad.detach()).all()
                 self.penalty_finite = _and(self.penalty_finite, flag, self.scale)
 
+    def is_unjudged(self) -> bool:
+        """Whether no `update()` has had it yet, and its gradients alone decide about the scale."""
+        odd = self.losses or self.penalty_finite is not None or self.blank is not None
+        return self.finite is None and not odd
+
     def is_plain(self) -> bool:
         """Whether all gradients are this window's own, and nobody has had or judged them yet."""
-        odd = self.losses or self._has_marks() or self._waiting or self._users
-        unjudged = self.finite is None and self.penalty_finite is None and self.blank is None
-        return unjudged and not odd
+        return self.is_unjudged() and not (self._has_marks() or self._waiting or self._users)
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that `optimizer` has the gradients of this window now."""

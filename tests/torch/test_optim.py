@@ -261,6 +261,97 @@ def test_parameters_join_leave_and_move() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_may_be_laid_out_in_any_dense_way(kind: Any) -> None:
+    def train(last: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        weights = [
+            torch.randn(shape, generator=generator).to(HERE)
+            for shape in ((4, 3, 2, 2), (5, 2, 3, 1), (6,))
+        ]
+        if last:
+            form = torch.channels_last
+            weights[:2] = [w.contiguous(memory_format=form) for w in weights[:2]]
+        weights = [w.requires_grad_() for w in weights]
+        optimizer, scaler = kind(weights, lr=0.1), GradScaler(HERE, init_scale=4.0)
+        with kernels.use("triton"):
+            for _ in range(3):
+                scaler.backward(sum((w * w.detach().abs()).sum() for w in weights))
+                assert optimizer.look() is not None
+                scaler.apply(optimizer)
+        assert not last or not weights[0].is_contiguous()
+        return weights
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_can_have_a_scale_of_its_own(kind: Any) -> None:
+    def train(scales: list[float]) -> list[Tensor]:
+        weights = [torch.ones(n, device=HERE, requires_grad=True) for n in (3, 4, 5, 6)]
+        groups = [{"params": [weights[0], weights[2]]}, {"params": [weights[1], weights[3]]}]
+        optimizer = kind(groups, lr=0.1)
+        order = [0, 2, 1, 3]
+        for w, scale in zip(weights, scales, strict=True):
+            w.grad = torch.full_like(w, 0.5 * scale)
+        optimizer.grad_scale = torch.tensor([scales[i] for i in order], device=HERE)
+        with kernels.use("triton"):
+            optimizer.step()
+        return weights
+
+    own, same = train([1.0, 2.0, 4.0, 8.0]), train([1.0] * 4)
+    assert all(torch.equal(a, b) for a, b in zip(own, same, strict=True))
+
+
+def test_hooks_and_wrappers_of_a_step_are_called_once() -> None:
+    weights = params()
+    optimizer, scaler = optim.AdamW(weights, lr=0.1), GradScaler(HERE)
+    calls: list[str] = []
+    for path in ("triton", "reference"):
+        with kernels.use(path):
+            hooks = [
+                optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+                optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+            ]
+            scaler.backward(sum(w.sum() for w in weights))
+            scaler.apply(optimizer)
+            assert calls == ["pre", "post"]
+            for hook in hooks:
+                hook.remove()
+            calls.clear()
+    step = optimizer.step
+    optimizer.step = lambda *args: (calls.append("mine"), step(*args))  # type: ignore[method-assign]
+    with kernels.use("triton"):
+        scaler.backward(sum(w.sum() for w in weights))
+        scaler.apply(optimizer)
+    assert calls == ["mine"]
+
+
+def test_a_hook_that_replaces_gradients_is_heeded() -> None:
+    w = torch.ones(4, device=HERE, requires_grad=True)
+    optimizer, scaler = optim.SGD([w], lr=1.0), GradScaler(HERE, init_scale=4.0)
+
+    def replace(*_: object) -> None:
+        w.grad = torch.full_like(w, 8.0)
+
+    with kernels.use("triton"):
+        scaler.backward(w.sum())
+        optimizer.register_step_pre_hook(replace)
+        scaler.apply(optimizer)
+    assert w.tolist() == [-1.0] * 4  # 1 - 8 / 4
+
+
+def test_autograd_hears_of_a_step() -> None:
+    w = torch.ones(4, device=HERE, requires_grad=True)
+    optimizer = optim.SGD([w], lr=1.0)
+    loss = (w * w).sum()
+    w.grad = torch.ones_like(w)
+    with kernels.use("triton"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_what_the_kernel_does_not_do_is_torchs_and_said_once() -> None:
     weights = params()
     double = [torch.ones(3, device=HERE, dtype=torch.float64, requires_grad=True)]

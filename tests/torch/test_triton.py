@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 
 from gradscale import Dynamic, DynamicState, GradStats
 from gradscale.torch import Culprit, GradScaler, kernels
-from gradscale.torch.unscale import Reading, grouped, multiply, read, read_all
+from gradscale.torch.unscale import Reading, grouped, multiply, read, read_all, unscale
 
 # numpy warns of overflows that are meant to happen in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -154,6 +154,51 @@ def test_multiply_writes_its_tensors_and_nothing_beside_them(
         assert store[:shift].eq(1.0).all()
         assert store[shift : shift + count].eq(0.5).all()
         assert store[shift + count :].eq(1.0).all()
+
+
+def test_every_tensor_can_have_a_scale_of_its_own() -> None:
+    sizes, scales = (5, CHUNK + 1, 3), (0.5, 0.25, 2.0)
+    values = [torch.full((n,), 8.0, device=HERE) for n in sizes]
+    inverse = torch.tensor(scales, device=HERE)
+    place = kernels.Place(None, kernels_tables(values), [])
+    summary, _ = kernels.reading().read(place.groups, inverse)
+    squares = [n * (8.0 * scale) ** 2 for n, scale in zip(sizes, scales, strict=True)]
+    assert float(summary.norm) == pytest.approx(math.sqrt(sum(squares)), rel=2.0**-20)
+    for dtype, table in place.groups:
+        kernels.writing().multiply(dtype, table, inverse)
+    assert [set(value.tolist()) for value in values] == [{8.0 * scale} for scale in scales]
+
+
+def kernels_tables(values: list[Tensor]) -> Any:
+    with kernels.use("triton"):
+        return kernels.tables(grouped(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", [-8, 0, 4])
+def test_one_pass_that_looks_and_unscales_says_what_two_say(
+    dtype: torch.dtype, exponent: int
+) -> None:
+    if HERE == "cpu" and dtype is torch.bfloat16 and exponent < 0:
+        pytest.skip("Triton's interpreter cuts off where it should round to bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    for special in (None, math.inf, math.nan, 60000.0):
+        start = torch.randn(CHUNK + 7, generator=generator).to(dtype).to(HERE)
+        if special is not None:
+            start[3] = start[CHUNK + 2] = special
+        once, twice = start.clone(), start.clone()
+        with kernels.use("triton"):
+            told = unscale(grouped([once]), scalar(2.0**exponent))
+            expected = read(grouped([twice]), scalar(2.0**exponent))
+            multiply(grouped([twice]), scalar(2.0**exponent))
+        assert equal(once, twice)
+        assert [float(f) for f in told.found_inf.values()] == [
+            float(f) for f in expected.found_inf.values()
+        ]
+        assert bool(told.fits) is bool(expected.fits)
+        assert equal(told.amax, expected.amax)
+        rows = [[row.tolist() for row in (r.counts or {}).values()] for r in (told, expected)]
+        assert rows[0] == rows[1]
 
 
 def test_the_same_gradients_give_the_same_bits() -> None:

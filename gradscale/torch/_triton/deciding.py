@@ -26,18 +26,14 @@ applied, finite, fits, and the loss finite. `outcome.PLACES` says the same."""
 
 
 class Question(NamedTuple):
-    """What a decision is made from, besides the gradients."""
+    """What the scale is moved by, besides the gradients."""
 
-    window_scale: Tensor
-    """float32: the scale that is in the gradients."""
     loss_finite: Tensor | None
     """bool: whether the losses were finite; None where that rule is off."""
     bad_losses: Tensor
     """int32: bad losses in a row; counted on in place."""
     steps: Tensor
     """int32: `update()`s; counted on in place."""
-    row: Tensor
-    """int32: skipped steps in a row; counted on in place."""
     policy: Policy
     """The rule that moves the scale."""
     state: State
@@ -48,23 +44,21 @@ class Question(NamedTuple):
     """One in how many counts after those."""
 
     def arguments(self) -> tuple[Any, ...]:
-        """For `decide`, up to where it writes."""
+        """For `advance`, but for what it is told of the gradients and where it writes."""
         given, state = self.policy, self.state
         dynamic = given if isinstance(given, Dynamic) else _STILL
         return (
-            self.window_scale,
-            self.window_scale if self.loss_finite is None else self.loss_finite,
+            self.steps if self.loss_finite is None else self.loss_finite,
             self.bad_losses,
             self.steps,
-            self.row,
-            *(state if isinstance(state, DynamicState) else (state.scale, self.row, self.row)),
+            *(state if isinstance(state, DynamicState) else (state.scale, self.steps, self.steps)),
             *settings_of(dynamic),
             self.patience,
             self.period,
         )
 
     def constants(self) -> tuple[bool, bool]:
-        """For `decide`: whether losses tell, and whether the scale moves."""
+        """For `advance`: whether losses tell, and whether the scale moves."""
         return self.loss_finite is not None, isinstance(self.policy, Dynamic)
 
 
@@ -113,19 +107,13 @@ def moved_dynamic(
 
 
 @triton.jit
-def decide(
-    found,
-    fits,
-    amax,
-    norm,
-    clip,
-    share,
-    peak,
-    window_scale_at,
+def advance(
+    finite,
+    applied,
+    row,
     loss_finite_at,
     bad_losses_at,
     steps_at,
-    row_at,
     scale_at,
     good_at,
     bad_at,
@@ -138,14 +126,11 @@ def decide(
     room,
     patience,
     period,
-    values,
     told,
     LOSSES: tl.constexpr,
     MOVES: tl.constexpr,
 ):
-    """Writes what becomes of a step whose gradients `summarize` found to be like this."""
-    finite = found == 0
-    skipped = found | (fits == 0)
+    """Moves the scale, counts, and writes what the host is told; whether the loss was finite."""
     loss_finite = finite == finite
     counts = loss_finite
     if LOSSES:
@@ -179,8 +164,75 @@ def decide(
         tl.store(bad_at, tl.where(counts, new_bad, bad))
     steps = tl.load(steps_at) + 1
     tl.store(steps_at, steps)
+    tl.store(told, steps)
+    tl.store(told + 1, after.to(tl.int32, bitcast=True))
+    tl.store(told + 2, scale.to(tl.int32, bitcast=True))
+    tl.store(told + 3, after.to(tl.int32, bitcast=True))
+    tl.store(told + 4, applied.to(tl.int32))
+    tl.store(told + 5, loss_finite.to(tl.int32))
+    tl.store(told + 6, row)
+    return loss_finite
+
+
+@triton.jit
+def decide(
+    found,
+    fits,
+    amax,
+    norm,
+    clip,
+    share,
+    peak,
+    window_scale_at,
+    row_at,
+    loss_finite_at,
+    bad_losses_at,
+    steps_at,
+    scale_at,
+    good_at,
+    bad_at,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+    hysteresis,
+    min_scale,
+    max_scale,
+    room,
+    patience,
+    period,
+    values,
+    told,
+    LOSSES: tl.constexpr,
+    MOVES: tl.constexpr,
+):
+    """Writes what becomes of a step whose gradients `summarize` found to be like this."""
+    finite = found == 0
+    skipped = found | (fits == 0)
     row = tl.where(skipped, tl.load(row_at) + 1, 0)
     tl.store(row_at, row)
+    loss_finite = advance(
+        finite,
+        skipped == 0,
+        row,
+        loss_finite_at,
+        bad_losses_at,
+        steps_at,
+        scale_at,
+        good_at,
+        bad_at,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        min_scale,
+        max_scale,
+        room,
+        patience,
+        period,
+        told,
+        LOSSES,
+        MOVES,
+    )
     used = tl.load(window_scale_at)
     # Without clipping the quotient by the scale is exact; with it, rounded like any other.
     divisor = tl.where(clip < 1.0, tl.div_rn(1.0, tl.div_rn(1.0, used) * clip), used)
@@ -195,10 +247,3 @@ def decide(
     tl.store(values + 8, finite.to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(values + 9, fits.to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(values + 10, loss_finite.to(tl.int32).to(tl.float32, bitcast=True))
-    tl.store(told, steps)
-    tl.store(told + 1, after.to(tl.int32, bitcast=True))
-    tl.store(told + 2, scale.to(tl.int32, bitcast=True))
-    tl.store(told + 3, after.to(tl.int32, bitcast=True))
-    tl.store(told + 4, (skipped == 0).to(tl.int32))
-    tl.store(told + 5, loss_finite.to(tl.int32))
-    tl.store(told + 6, row)

@@ -56,10 +56,10 @@ def _read(
     numbers,
     summary,
     window_scale_at,
+    row_at,
     loss_finite_at,
     bad_losses_at,
     steps_at,
-    row_at,
     scale_at,
     good_at,
     bad_at,
@@ -126,10 +126,10 @@ def _read(
                     share,
                     peak,
                     window_scale_at,
+                    row_at,
                     loss_finite_at,
                     bad_losses_at,
                     steps_at,
-                    row_at,
                     scale_at,
                     good_at,
                     bad_at,
@@ -209,17 +209,21 @@ def read_and_decide(
     inv_scale: Tensor,
     max_norm: float,
     smallest_normal: float | None,
+    window_scale: Tensor,
+    row: Tensor,
     question: Question,
     told: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """What becomes of a step with these gradients (`VALUES`), and the numbers of every tensor.
 
     Those are int64, a row for each: the second and the third are how many infinities and NaNs it
-    has. Moves the scale and counts on, in place, as `question` says, and writes to the int32 `told`
-    what the host is told (see `events.Record`); the rest is as in `read`.
+    has. `window_scale` is float32, the scale that is in the gradients, and `row` int32, how many
+    steps in a row were skipped. Moves the scale and counts on, in place, as `question` says, and
+    writes to the int32 `told` what the host is told (see `events.Record`); the rest is as in
+    `read`.
     """
     values = torch.empty(VALUES, dtype=torch.float32, device=inv_scale.device)
-    decision = (*question.arguments(), values, told)
+    decision = (window_scale, row, *question.arguments(), values, told)
     end = (True, *question.constants())
     numbers = _launch(groups, inv_scale, max_norm, smallest_normal, False, values, decision, end)
     return values, numbers

@@ -9,7 +9,8 @@ from torch import Tensor
 from gradscale.policy import Dynamic, DynamicState
 from gradscale.torch._triton.chunks import ELEMENTS, chunk_of, pointer_to
 from gradscale.torch._triton.chunks import multiply as multiply_chunk
-from gradscale.torch._triton.deciding import moved_dynamic, settings_of
+from gradscale.torch._triton.deciding import Question, moved_dynamic, settings_of
+from gradscale.torch._triton.deciding import advance as advance_
 from gradscale.torch._triton.launching import Kernel
 from gradscale.torch._triton.tables import CHUNK, Table
 
@@ -41,6 +42,66 @@ def multiply(dtype: torch.dtype, table: Table, factor: Tensor) -> None:
         (ELEMENTS[dtype], CHUNK, table.aligned),
         num_warps=8,
     )
+
+
+@Kernel
+def _advance(
+    found_at,
+    applied_at,
+    row_at,
+    loss_finite_at,
+    bad_losses_at,
+    steps_at,
+    scale_at,
+    good_at,
+    bad_at,
+    growth_factor,
+    backoff_factor,
+    growth_interval,
+    hysteresis,
+    min_scale,
+    max_scale,
+    room,
+    patience,
+    period,
+    told,
+    LOSSES: tl.constexpr,
+    MOVES: tl.constexpr,
+):
+    """Moves the scale after a step that is over."""
+    advance_(
+        tl.load(found_at) == 0,
+        tl.load(applied_at) != 0,
+        tl.load(row_at),
+        loss_finite_at,
+        bad_losses_at,
+        steps_at,
+        scale_at,
+        good_at,
+        bad_at,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        min_scale,
+        max_scale,
+        room,
+        patience,
+        period,
+        told,
+        LOSSES,
+        MOVES,
+    )
+
+
+def advance(found: Tensor, applied: Tensor, row: Tensor, question: Question, told: Tensor) -> None:
+    """Moves the scale and counts, as `question` says, and writes what the host is told.
+
+    Of the step: float32, not 0 if something was not finite; bool, whether it was applied; int32,
+    how many were skipped in a row.
+    """
+    arguments = (found, applied, row, *question.arguments(), told)
+    _advance(1, arguments, question.constants(), num_warps=1)
 
 
 @Kernel

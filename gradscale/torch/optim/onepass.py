@@ -213,6 +213,8 @@ class OnePass(torch.optim.Optimizer):
         from gradscale.torch._triton.pieces import Step
 
         group = members.group
+        if divisor is not None and divisor.dim():
+            divisor = members.own(divisor)
         return Step(
             members.table,
             members.dtype,

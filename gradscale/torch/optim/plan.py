@@ -49,6 +49,13 @@ class Members:
         self._fixed = [param.data_ptr() for param in params]
         self._fixed += [state[name].data_ptr() for name in names for state in states]
 
+    def own(self, values: Tensor) -> Tensor:
+        """Those of `values`, one for each parameter of the plan, that are for these."""
+        first, count = self._places[0], len(self._places)
+        if self._places == list(range(first, first + count)):
+            return values[first : first + count]
+        return torch.stack([values[place] for place in self._places])
+
     def point_to(self, addresses: list[int]) -> None:
         """Takes the `addresses` of all gradients of the plan."""
         self.table.point_to([*[addresses[place] for place in self._places], *self._fixed])
@@ -80,13 +87,19 @@ class Plan:
 
     def point_to(self, grads: list[Any]) -> bool:
         """Takes the addresses of `grads`; False if they are not like those before."""
-        spots = kernels.spots_of(grads)
-        if spots is None or (self._grads is not None and spots.layout != self._grads.layout):
+        known = self._grads
+        try:
+            spots: Spots | None = kernels.spots_of_plain(grads)
+        except (TypeError, RuntimeError):  # one is missing, or sparse
             return False
-        if self._grads is None or spots != self._grads or kernels.capturing():
-            self._grads = spots
-            for some in self.members:
-                some.point_to(spots.addresses)
+        if known is not None and spots == known and not kernels.capturing():
+            return True
+        spots = kernels.spots_of(grads)
+        if spots is None or (known is not None and spots.layout != known.layout):
+            return False
+        self._grads = spots
+        for some in self.members:
+            some.point_to(spots.addresses)
         return True
 
     def holds(self, groups: Groups, state: dict[Any, dict[str, Any]]) -> bool:
