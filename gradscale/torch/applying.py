@@ -226,7 +226,8 @@ def _clip(
 
 def _clear(optimizer: Optimizer) -> None:
     """What `zero_grad()` does; itself, if somebody has made it another than torch's."""
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+    own = getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
+    if own or "zero_grad" in vars(optimizer):
         optimizer.zero_grad()
         return
     # torch's takes 80 us for the 161 parameters of a ResNet-50, and this 30 us (H200's host).
