@@ -7,16 +7,18 @@ nothing unusual has happened. Everything else goes the long way, with the same r
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.torch import kernels
-from gradscale.torch.contract import is_capable, step_on_device
+from gradscale.torch.contract import is_capable, step_on_device, writes_back
 from gradscale.torch.events import Move, Record
 from gradscale.torch.keeper import LOSS_PERIOD, LOSSES, PATIENT_LOSSES, STEPS
 from gradscale.torch.optim.onepass import OnePass
@@ -30,6 +32,7 @@ from gradscale.torch.outcome import (
     value_at,
 )
 from gradscale.torch.stepping import Stepping, mark_in_stream
+from gradscale.torch.unscale import Reading, params_with_grad
 from gradscale.torch.window import Window
 
 _FEW = 4
@@ -83,6 +86,9 @@ class Fast(Stepping):
         count = sum([table.tensors for _, table in place.groups])
         due = self._underflow_is_due(optimizers)
         smallest_normal = self._format.smallest_normal if due else None
+        # torch's kernels take longer with a scale than a pass that unscales takes longer than one
+        # that only reads: 16.1 ms against 15.8 ms for 1.56 B parameters on an H200.
+        at_once = math.isinf(max_norm) and all(map(writes_back, optimizers))
         row, told = self._row(optimizers[0], window.scale), _slot(window.scale.device)
         question = self._question(window)
         values, numbers = kernels.reading().read_and_decide(
@@ -90,17 +96,23 @@ class Fast(Stepping):
             window.inv_scale,
             max_norm,
             smallest_normal,
+            at_once,
             window.scale,
             row,
             question,
             told,
         )
-        divisor, skipped = values[DIVISOR], values[SKIP]
+        divisor, skipped = None if at_once else values[DIVISOR], values[SKIP]
         try:
             for optimizer in optimizers:
-                if isinstance(optimizer, OnePass) and optimizer.step_unheard(divisor, skipped):
+                ours = isinstance(optimizer, OnePass) and divisor is not None
+                if ours and optimizer.step_unheard(divisor, skipped):  # type: ignore[attr-defined]
                     continue
                 step_on_device(optimizer, divisor, skipped, (), {})
+        except BaseException:
+            if at_once:
+                self._keep_unscaled(optimizers, window, values)
+            raise
         finally:
             # Told once, also if an optimizer raises and is asked again.
             window.finite = value_at(values, "finite")
@@ -109,7 +121,10 @@ class Fast(Stepping):
         for optimizer in optimizers:
             window.use(optimizer)
             if keep:
-                self._mark_stepped(optimizer, window, skipped != 0)
+                if at_once:
+                    self._mark_unscaled(optimizer, window, params_with_grad(optimizer))
+                else:
+                    self._mark_stepped(optimizer, window, skipped != 0)
                 self._remember_skip(optimizer, window, skipped != 0)
         done = mark_in_stream(skipped)
         measured = partial(_measured, values, numbers, place)
@@ -125,6 +140,17 @@ class Fast(Stepping):
         )
         self._tell(optimizers, outcome)
         return self._told_by_kernel(told, done)
+
+    def _keep_unscaled(
+        self, optimizers: Sequence[Optimizer], window: Window, values: Tensor
+    ) -> None:
+        """Remembers, for the next try, that the gradients of `optimizers` are unscaled by now."""
+        finite, fits = value_at(values, "finite"), value_at(values, "fits")
+        found = {values.device: (~finite).to(torch.float32)}
+        for optimizer in optimizers:
+            reading = Reading(found, fits, value_at(values, "amax"))
+            self._record(optimizer, reading, OptState.UNSCALED)
+            self._mark_unscaled(optimizer, window, params_with_grad(optimizer))
 
     def _question(self, window: Window) -> Any:
         """What a kernel moves the scale by."""

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, caller_level
-from gradscale.torch import compiled
+from gradscale.torch import compiled, kernels
 from gradscale.torch.checking import Checking
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
@@ -64,7 +64,7 @@ class Stepping(Checking):
         scale = None
         if self._stage(optimizer) is OptState.UNSCALED:
             self._recheck(optimizer, window)
-        elif capable and not window.split(params)[1]:
+        elif capable and not self._better_unscaled(optimizer, window, params):
             values = gradients_of(params)
             self._measure_underflow([optimizer], values, window)
             self._record(optimizer, read(values, window.inv_scale), OptState.READY)
@@ -80,6 +80,12 @@ class Stepping(Checking):
             result = None if bool(skipped) else optimizer.step(*args, **kwargs)
         self._finish([optimizer], window, skipped)
         return result
+
+    def _better_unscaled(self, optimizer: Optimizer, window: Window, params: list[Tensor]) -> bool:
+        """Whether the gradients of an optimizer that can unscale should be unscaled before it."""
+        # One of torch's takes longer with a scale than we take longer for it: see fast.py.
+        slow = writes_back(optimizer) and kernels.take(params[0].device)
+        return slow or bool(window.split(params)[1])
 
     def _mark_stepped(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
         """Remembers gradients that went through `step_on_device` scaled."""

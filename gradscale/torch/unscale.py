@@ -121,7 +121,7 @@ def read(values: Gradients, inv_scale: Tensor) -> Reading:
 def _read_by_kernel(
     place: kernels.Place, inv_scale: Tensor, max_norm: float | None = None, unscale: bool = False
 ) -> tuple[Reading, Norm]:
-    """One pass for everything; with `unscale` for everything but the norm.
+    """One pass for everything, with `unscale` also for that.
 
     Without a `max_norm` the norm is of no use.
     """

@@ -55,6 +55,14 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def split(x):
+    """A positive normal number as a fraction from 1 to 2 and an exponent; 0 stays 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    fraction = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.where(x > 0, fraction, 0.0), tl.where(x > 0, (bits >> 23) - 127, 0)
+
+
+@triton.jit
 def load(pointer, offsets, left, WHOLE: tl.constexpr):
     """Elements as float32, 0 beyond the end. Unmasked where possible: masks forbid wide loads."""
     if WHOLE:
@@ -156,31 +164,44 @@ def multiply(pointer, left, factor, CHUNK: tl.constexpr):
 
 @triton.jit
 def _look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr, WHOLE: tl.constexpr):
-    """The largest magnitude (infinite if something is not finite); multiplies on the way."""
+    """As `_look`, of the elements before they are multiplied by `factor`."""
     peak = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         x = load(pointer, offsets, left, WHOLE)
         peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        total += x * x
         store(pointer, offsets, left, x * factor, WHOLE)
-    return tl.max(tl.where(peak == peak, peak, INFINITY), 0)
+    return tl.max(tl.where(peak == peak, peak, INFINITY), 0), tl.sum(total, 0)
 
 
 @triton.jit
 def look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr):
-    """As `look`, without the squares, of the elements before they are multiplied by `factor`."""
+    """As `look`, of the elements before they are multiplied by `factor`.
+
+    Where the squares leave float32 they are those of the products, so rounded once more.
+    """
     infs = 0
     nans = 0
+    exponent = 0
     if factor <= 1.0:
         if left >= CHUNK:
-            amax = _look_and_multiply(pointer, left, factor, CHUNK, True)
+            amax, total = _look_and_multiply(pointer, left, factor, CHUNK, True)
         else:
-            amax = _look_and_multiply(pointer, left, factor, CHUNK, False)
+            amax, total = _look_and_multiply(pointer, left, factor, CHUNK, False)
         if amax == INFINITY:
             # What was finite has stayed so, and what was not has, too.
             amax, infs, nans = _count(pointer, left, CHUNK)
             amax = tl.div_rn(amax, factor)
+        elif (amax > _HIGH) | ((amax < _LOW) & (amax > 0)):
+            product = amax * factor
+            exponent = tl.where(product > 1.0, _DOWN, -_UP)
+            shift = tl.where(product > 1.0, _DOWNWARDS, _UPWARDS)
+            fraction, binades = split(factor)
+            total = tl.div_rn(_squares(pointer, left, shift, CHUNK), fraction * fraction)
+            exponent -= binades
     else:
-        amax, _, _, infs, nans = look(pointer, left, CHUNK)
+        amax, total, exponent, infs, nans = look(pointer, left, CHUNK)
         multiply(pointer, left, factor, CHUNK)
-    return amax, infs, nans
+    return amax, total, exponent, infs, nans

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradscale.torch._triton.chunks import INFINITY, power_of_two
+from gradscale.torch._triton.chunks import INFINITY, power_of_two, split
 
 FLOATS = tl.constexpr(2)
 """Of a chunk: the largest finite magnitude, and the sum of squares."""
@@ -31,14 +31,6 @@ def _times_power(x, exponent):
     held = tl.minimum(tl.maximum(exponent, -300), 300).to(tl.int32)
     first = held // 3
     return x * power_of_two(first) * power_of_two(first) * power_of_two(held - 2 * first)
-
-
-@triton.jit
-def _split(x):
-    """A positive normal number as a fraction from 1 to 2 and an exponent; 0 stays 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    fraction = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where(x > 0, fraction, 0.0), tl.where(x > 0, (bits >> 23) - 127, 0)
 
 
 @triton.jit
@@ -89,9 +81,9 @@ def gather(floats, ints, begin, end, inv_scale, report, number, element: tl.cons
         factor = power_of_two(tl.maximum(exponent - top, -126))
         total += _fetch(floats + FLOATS * places + 1, there, 0.0) * factor * factor
     amax = tl.max(peak, 0)
-    fraction, exponent = _split(tl.sqrt_rn(tl.sum(total, 0)))
-    inv_fraction, inv_exponent = _split(inv_scale)
-    fraction, more = _split(fraction * inv_fraction)
+    fraction, exponent = split(tl.sqrt_rn(tl.sum(total, 0)))
+    inv_fraction, inv_exponent = split(inv_scale)
+    fraction, more = split(fraction * inv_fraction)
     fits = (amax * inv_scale).to(element).to(tl.float32) < INFINITY
     tl.store(report, amax)
     tl.store(report + 1, fits.to(tl.float32))

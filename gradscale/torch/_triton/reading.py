@@ -85,7 +85,7 @@ def _read(
 ):
     """Reads a chunk; `before` tensors came in launches before, of `tensors` in all.
 
-    `UNSCALE` multiplies by the inverse scales on the way, and then there is no norm.
+    `UNSCALE` multiplies by the inverse scales on the way.
     """
     chunk = tl.program_id(0)
     owner, start, left = chunk_of(sizes, firsts, owners, chunk, CHUNK)
@@ -96,9 +96,7 @@ def _read(
     if UNDERFLOW:
         small, nonzero = underflow(pointer, left, smallest_normal, CHUNK)
     if UNSCALE:
-        amax, infs, nans = look_and_multiply(pointer, left, inv_scale, CHUNK)
-        squares = 0.0
-        exponent = 0
+        amax, squares, exponent, infs, nans = look_and_multiply(pointer, left, inv_scale, CHUNK)
     else:
         amax, squares, exponent, infs, nans = look(pointer, left, CHUNK)
     leave(floats, ints, chunk, amax, squares, exponent, infs, nans, small, nonzero)
@@ -194,8 +192,7 @@ def read(
         inv_scale: float32: what they must be multiplied by, for all or, as a vector, for each.
         max_norm: What `Summary.clip` clips to.
         smallest_normal: Below it an element underflows; None does not measure that.
-        unscale: Whether to multiply them by `inv_scale` in place, after they were looked at. Then
-            there is no norm.
+        unscale: Whether to multiply them by `inv_scale` in place, as they are looked at.
     """
     summary = torch.empty(7, dtype=torch.float32, device=inv_scale.device)
     nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 2)
@@ -209,6 +206,7 @@ def read_and_decide(
     inv_scale: Tensor,
     max_norm: float,
     smallest_normal: float | None,
+    unscale: bool,
     window_scale: Tensor,
     row: Tensor,
     question: Question,
@@ -225,7 +223,7 @@ def read_and_decide(
     values = torch.empty(VALUES, dtype=torch.float32, device=inv_scale.device)
     decision = (window_scale, row, *question.arguments(), values, told)
     end = (True, *question.constants())
-    numbers = _launch(groups, inv_scale, max_norm, smallest_normal, False, values, decision, end)
+    numbers = _launch(groups, inv_scale, max_norm, smallest_normal, unscale, values, decision, end)
     return values, numbers
 
 
