@@ -108,7 +108,7 @@ def train(
             loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean() * spoil[number]
             scale(loss).backward()
         if number == 13:
-            net[0].weight.grad[0, 0] = math.inf
+            net[0].weight.grad[0, 0].fill_(math.inf)  # an assignment would wait for the GPU
         outcomes.append(step())
         schedule.step()
         weights.append([p.detach().clone() for p in net.parameters()])
