@@ -182,11 +182,8 @@ class Fast(Stepping):
             return None
         if len(found_inf) != 1 or len(self._iteration) != 1 or list(found_inf[0]) != [scale.device]:
             return None
-        found, outcome, told = (
-            found_inf[0][scale.device],
-            self._iteration[0][1],
-            _slot(scale.device),
-        )
+        found, told = found_inf[0][scale.device], _slot(scale.device)
+        outcome = self._iteration[0][1]
         step = (outcome.applied, outcome.skipped_in_a_row)
         kernels.writing().advance(found, *step, self._question(window), told)
         window.finite = found == 0
@@ -195,16 +192,7 @@ class Fast(Stepping):
 
 def _measured(values: Tensor, numbers: Tensor, place: kernels.Place) -> Measured:
     """What a kernel has found out about the gradients at `place`."""
-    rows = numbers[:, 1:3].split([sum(sizes) for sizes in _sizes(place)])
-    counts = dict(zip(place.keys, rows, strict=True))
-    return Measured(counts=counts, finite_amax=values[FINITE_AMAX])
-
-
-def _sizes(place: kernels.Place) -> list[list[int]]:
-    """How many tensors every table of every key has."""
-    if len(place.keys) == 1:
-        return [[table.tensors for _, table in place.groups]]
-    return [[table.tensors] for _, table in place.groups]
+    return Measured(counts=place.rows(numbers[:, 1:3]), finite_amax=values[FINITE_AMAX])
 
 
 def _planned(optimizer: Any) -> kernels.Place | None:

@@ -103,6 +103,13 @@ class Place(NamedTuple):
     keys: list[tuple[torch.device, torch.dtype]]
     """Device and format of every group; one for all groups, if they have the same."""
 
+    def rows(self, values: Tensor) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+        """The rows of `values`, one for every tensor, by their keys."""
+        if len(self.keys) == 1:
+            return {self.keys[0]: values}
+        parts = values.split([table.tensors for _, table in self.groups])
+        return dict(zip(self.keys, parts, strict=True))
+
 
 class Spots(NamedTuple):
     """Where tensors lie."""

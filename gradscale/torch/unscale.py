@@ -129,10 +129,7 @@ def _read_by_kernel(
     here = move(inv_scale, device)
     limit = math.inf if max_norm is None else max_norm
     summary, counts = kernels.reading().read(place.groups, here, limit, unscale=unscale)
-    rows = {place.keys[0]: counts}
-    if len(place.keys) > 1:
-        parts = counts.split([table.tensors for _, table in place.groups])
-        rows = dict(zip(place.keys, parts, strict=True))
+    rows = place.rows(counts)
     found, amax, peak = {device: summary.found_inf}, summary.amax, summary.finite_amax
     reading = Reading(found, summary.fits > 0, amax, None, rows, peak)
     norm = Norm(summary.norm, here if max_norm is None else here * summary.clip)

@@ -341,6 +341,17 @@ def test_a_hook_that_replaces_gradients_is_heeded() -> None:
     assert w.tolist() == [-1.0] * 4  # 1 - 8 / 4
 
 
+def test_a_group_that_is_replaced_is_heeded() -> None:
+    w = torch.ones(4, device=HERE, requires_grad=True)
+    optimizer = optim.SGD([w], lr=1.0)
+    with kernels.use("triton"):
+        for lr in (1.0, 0.5):
+            optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": lr}
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+    assert w.tolist() == [-0.5] * 4
+
+
 def test_autograd_hears_of_a_step() -> None:
     w = torch.ones(4, device=HERE, requires_grad=True)
     optimizer = optim.SGD([w], lr=1.0)

@@ -50,7 +50,7 @@ class Kernel:
             launch(*arguments, *constants)
             return
         form = self._function[(programs,)](*arguments, *constants, **options)
-        if cuda:  # the interpreter compiles nothing
+        if cuda and form is not None:  # the interpreter compiles nothing
             if len(self._launchers) >= _KEPT:
                 self._launchers.clear()
             self._launchers[key] = form[(programs, 1, 1)]
