@@ -87,7 +87,7 @@ class Fast(Stepping):
         due = self._underflow_is_due(optimizers)
         smallest_normal = self._format.smallest_normal if due else None
         # torch's kernels take longer with a scale than a pass that unscales takes longer than one
-        # that only reads: 16.1 ms against 15.8 ms for 1.56 B parameters on an H200.
+        # that only reads: 16.07 ms against 15.77 ms for 1.56 B parameters on an H200.
         at_once = math.isinf(max_norm) and all(map(writes_back, optimizers))
         row, told = self._row(optimizers[0], window.scale), _slot(window.scale.device)
         question = self._question(window)
