@@ -7,6 +7,10 @@ bfloat16: those are for the GPU alone.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +245,16 @@ def test_the_update_is_the_policys_bit_for_bit(policy: Dynamic) -> None:
         slow = policy.update(slow, told, torch)
         assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
     assert len(set(fast.scale.tolist())) > 2  # else this shows little
+
+
+def test_every_kernel_compiles_for_a_gpu() -> None:
+    program = Path(__file__).parents[1] / "support/compile_kernels.py"
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = {"_adam", "_advance", "_lion", "_multiply", "_read", "_sgd", "_update_dynamic"}
+    assert set(done.stdout.split()[1:]) == names
 
 
 def test_addresses_are_sent_only_when_they_change() -> None:
