@@ -109,8 +109,8 @@ FAULTS = [
     Fault(
         "values that do not fit once unscaled are let through, as in torch",
         "torch/unscale.py",
-        "fitting = torch.isfinite(unscaled.to(dtype)) | infinite",
-        "fitting = torch.isfinite(unscaled.to(dtype)) | True",
+        "fits = fits & move(torch.isfinite(unscaled.to(dtype)), fits.device)",
+        "pass",
         "tests/torch/test_scaler.py",
     ),
     Fault(
@@ -207,7 +207,7 @@ FAULTS = [
     Fault(
         "fused SGD keeps an uninitialised buffer, as in torch",
         "torch/contract.py",
-        "buffer.masked_fill_(move(skipped, buffer.device), 0)",
+        "buffer.masked_fill_(move(skipped, buffer.device) != 0, 0)",
         "pass",
         "tests/torch/test_contract.py",
     ),
@@ -257,8 +257,8 @@ FAULTS = [
     Fault(
         "being stuck is told again and again",
         "torch/events.py",
-        "if row == self.stuck_after:",
-        "if row >= self.stuck_after:",
+        "if self._down.get(key, 0) < self.stuck_after <= row:",
+        "if self.stuck_after <= row:",
         "tests/torch/test_events.py",
     ),
     Fault(

@@ -81,6 +81,12 @@ def store(pointer, offsets, left, values, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _together(peak, total):
+    """The largest magnitude of all (infinite if there is a NaN), and the sum of all."""
+    return tl.max(tl.where(peak == peak, peak, INFINITY), 0), tl.sum(total, 0)
+
+
+@triton.jit
 def _look(pointer, left, CHUNK: tl.constexpr, WHOLE: tl.constexpr):
     """The largest magnitude (infinite if something is not finite) and the sum of squares."""
     peak = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -89,7 +95,7 @@ def _look(pointer, left, CHUNK: tl.constexpr, WHOLE: tl.constexpr):
         x = load(pointer, start + tl.arange(0, BLOCK), left, WHOLE)
         peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
         total += x * x
-    return tl.max(tl.where(peak == peak, peak, INFINITY), 0), tl.sum(total, 0)
+    return _together(peak, total)
 
 
 @triton.jit
@@ -173,7 +179,7 @@ def _look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr, WHOLE: tl.con
         peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
         total += x * x
         store(pointer, offsets, left, x * factor, WHOLE)
-    return tl.max(tl.where(peak == peak, peak, INFINITY), 0), tl.sum(total, 0)
+    return _together(peak, total)
 
 
 @triton.jit
