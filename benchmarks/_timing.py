@@ -1,17 +1,30 @@
 """What calls on a CUDA device cost: their time, told in three ways, and their memory.
 
-A call is timed together with a `before` that lays out what it needs and is not counted.
+A call is timed together with a `before` that lays out what it needs and is not counted. Calls that
+wait for the host are timed by turns with what they are compared with, because the host has good and
+bad minutes.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 Call = Callable[[], object]
+
+
+class Work(NamedTuple):
+    """Something to time."""
+
+    call: Call
+    before: Call
+    refill: Call
+    """Makes numbers ordinary again that calls have made smaller and smaller."""
+
 
 WARM_UP = 3
 # `torch.cuda._sleep` takes cycles; an H200 has at most 1.98 million in a millisecond.
@@ -22,17 +35,20 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 5.0, 20.0
 MOST_ROWS, ENOUGH_MS = 9, 1000.0
 
 
-def alone(call: Call, before: Call, rounds: int) -> float:
-    """Milliseconds from a synchronised start to a synchronised end, the median of the rounds."""
-    taken = []
+def alone(works: Sequence[Work], rounds: int) -> list[float]:
+    """Milliseconds from a synchronised start to a synchronised end, for each; the medians."""
+    taken: list[list[float]] = [[] for _ in works]
+    for work in works:
+        work.refill()
     for _ in range(WARM_UP + rounds):
-        before()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        taken.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(taken[WARM_UP:])
+        for work, times in zip(works, taken, strict=True):
+            work.before()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            work.call()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(times[WARM_UP:]) for times in taken]
 
 
 def on_device(call: Call, before: Call, rounds: int) -> tuple[float, bool]:
@@ -71,30 +87,34 @@ def _on_host(call: Call, before: Call) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def in_a_row(call: Call, before: Call, steps: int, least: float) -> float:
-    """Milliseconds per call, over so many that nobody waits between; the median of such rows.
+def in_a_row(works: Sequence[Work], steps: int, least: Sequence[float]) -> list[float]:
+    """Milliseconds per call, over so many that nobody waits between; medians of such rows.
 
     What `before` takes of the host is subtracted. Where the device is the slower one, the host runs
     `before` while the device still works, and the difference is too small: it is never less than
     `least`, the time of the device.
     """
 
-    def row(steps: int) -> float:
+    def row(work: Work, steps: int) -> float:
+        work.refill()
         torch.cuda.synchronize()
         start, aside = time.perf_counter(), 0.0
         for _ in range(steps):
             begin = time.perf_counter()
-            before()
+            work.before()
             aside += time.perf_counter() - begin
-            call()
+            work.call()
         torch.cuda.synchronize()
         return (time.perf_counter() - start - aside) * 1e3 / steps
 
-    row(WARM_UP)
-    taken = [row(steps)]
-    while len(taken) < MOST_ROWS and sum(taken) * steps < ENOUGH_MS:
-        taken.append(row(steps))
-    return max(statistics.median(taken), least)
+    for work in works:
+        row(work, WARM_UP)
+    taken = [[row(work, steps)] for work in works]
+    spent = sum(times[0] for times in taken) * steps
+    for _ in range(min(MOST_ROWS, int(ENOUGH_MS / spent)) if spent else 0):
+        for work, times in zip(works, taken, strict=True):
+            times.append(row(work, steps))
+    return [max(statistics.median(times), low) for times, low in zip(taken, least, strict=True)]
 
 
 def peak_memory(call: Call, before: Call) -> float:

@@ -20,15 +20,16 @@ and for each, in this order in the name of the row:
 
     alone             milliseconds from a synchronised start to a synchronised end, the median
     device            milliseconds of the device by events, with the host ahead of it, the median
-    in a row          milliseconds as the mean over steps that nobody waits between
+    in a row          milliseconds as the mean over steps that nobody waits between, the median of
+                      several such rows
     peak memory, MiB  what a step takes above what was allocated before it; the number stands in the
                       column `median_ms`, because the columns of the table are fixed
 
-The last column compares with the row "torch", or with "torch, no clipping" where the case does not
-clip; half parameters too are compared with "torch", which has float32 ones. The 7B-like model has
-as many layers as fit beside the optimizer state of one case, and its rows say how many. A case that
-fails is left out, with the reason. Rows are appended to results.csv after every case; old rows
-stay.
+The last column compares with "torch", taken by turns with the case, or with "torch, no clipping"
+where the case does not clip; half parameters too are compared with "torch", which has float32 ones,
+taken before. The 7B-like model has as many layers as fit beside the optimizer state of one case,
+and its rows say how many; it is compared with what was taken before. A case that fails is left out,
+with the reason. Rows are appended to results.csv after every case; old rows stay.
 """
 
 from __future__ import annotations
@@ -107,7 +108,11 @@ class Case:
                 optimizer.step()
 
             self.plain_step = compiled_step
-        for grad in grads:
+        self.refill()
+
+    def refill(self) -> None:
+        """Makes the gradients ordinary numbers."""
+        for grad in self.grads:
             grad.normal_()
 
     def before(self) -> None:
@@ -206,24 +211,32 @@ def chosen(model: str, wanted: Sequence[str]) -> dict[str, Recipe]:
     return {name: recipe for name, recipe in every.items() if name in names}
 
 
-def measure(case: Case, rounds: int, steps: int) -> dict[str, float]:
-    """What a step of `case` costs, in every way."""
-    calls = (case.after, case.before)
+def measure(
+    case: Case, base: Case | None, rounds: int, steps: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What a step of `case` costs, in every way, and what one of `base` costs by turns with it."""
+    pair = [case] if base is None else [case, base]
     start = time.perf_counter()
-    for _ in range(3):  # also compiles
-        case.before()
-        case.after()
+    for each in pair * 3:  # also compiles
+        each.before()
+        each.after()
     torch.cuda.synchronize()
     print(f"  ready in {time.perf_counter() - start:.1f} s", flush=True)
-    found = {"alone": _timing.alone(*calls, rounds)}
-    found["device"], ahead = _timing.on_device(*calls, rounds)
-    found["peak memory, MiB"] = _timing.peak_memory(*calls)
-    found["in a row"] = _timing.in_a_row(*calls, steps, least=found["device"] if ahead else 0.0)
-    if skipped := case.skipped():
-        print(
-            f"  {skipped} of {case.steps} steps were skipped: these times mean little", flush=True
-        )
-    return found
+    works = [_timing.Work(each.after, each.before, each.refill) for each in pair]
+    devices = [_timing.on_device(work.call, work.before, rounds) for work in works]
+    times = {
+        "alone": _timing.alone(works, rounds),
+        "device": [taken for taken, _ in devices],
+        "in a row": _timing.in_a_row(
+            works, steps, [taken if ahead else 0.0 for taken, ahead in devices]
+        ),
+        "peak memory, MiB": [_timing.peak_memory(each.after, each.before) for each in pair],
+    }
+    for each in pair:
+        if skipped := each.skipped():
+            print(f"  {skipped} of {each.steps} steps were skipped: these times mean little")
+    mine = {way: both[0] for way, both in times.items()}
+    return mine, {way: both[-1] for way, both in times.items()}
 
 
 def free() -> None:
@@ -244,7 +257,10 @@ class Bench:
         self.recipes = chosen(model, options.cases)
         count = _shapes.size(self.shapes)
         self.floors = {name: size * count / speed for name, size in FLOORS.items()}
+        self.pairs = model != SEVEN_B
         self.found: dict[str, dict[str, float]] = {}
+        self.bases: dict[str, dict[str, float]] = {}
+        """What the case that one is compared with has taken, by turns with it."""
 
     def run(self) -> None:
         """Measures every case, prints and appends."""
@@ -269,13 +285,20 @@ class Bench:
     ) -> None:
         """Measures one case; one that fails does not take the others with it."""
         print(f"{self.model}, {name}", flush=True)
-        case = None
+        case = base = None
+        against = self.recipes[base_of(name)]
         try:
             case = Case(recipe, params, grads)
-            self.found[name] = measure(case, self.options.rounds, self.options.steps)
+            # The largest model leaves no room for two, and does not wait for the host.
+            if against is not recipe and against.dtype is recipe.dtype and self.pairs:
+                base = Case(against, params, grads)
+            sizes = self.options.rounds, self.options.steps
+            self.found[name], self.bases[name] = measure(case, base, *sizes)
+            if base is None:
+                self.bases[name] = self.found.get(base_of(name), {})
         except Exception as error:
             print(f"  left out: {type(error).__name__}: {error}", flush=True)
-        del case
+        del case, base
         for param in params:
             param.grad = None
         free()
@@ -289,7 +312,8 @@ class Bench:
         """Appends the rows of one case."""
         rows = []
         for way, taken in found.items():
-            base = self.found.get(base_of(name), {}).get(way, math.nan)
+            known = self.bases.get(name) or self.found.get(base_of(name), {})
+            base = known.get(way, math.nan)
             rounds = {"in a row": self.options.steps, "peak memory, MiB": 1}
             rows.append(
                 _rows.row(
