@@ -93,11 +93,10 @@ class Fast(Stepping):
         question = self._question(window)
         values, numbers = kernels.reading().read_and_decide(
             place.groups,
-            window.inv_scale,
+            window.scale,
             max_norm,
             smallest_normal,
             at_once,
-            window.scale,
             row,
             question,
             told,

@@ -125,7 +125,7 @@ class Window:
         self.captured = captured
         """Whether it was opened inside a CUDA graph. Then every replay takes the snapshot anew, and
         writes gradients without a trace that Python could see: nothing is remembered of them."""
-        self.inv_scale = scale.reciprocal()
+        self._inv_scale: Tensor | None = None
         self.begun = 0
         """How many backward passes have begun."""
         self.half = False
@@ -193,9 +193,21 @@ class Window:
             own.judged = True
         return new
 
+    @property
+    def inv_scale(self) -> Tensor:
+        """What its gradients must be multiplied by (float32); always the same tensor."""
+        if self._inv_scale is None:
+            with torch.inference_mode(False):
+                self._inv_scale = self.scale.reciprocal()
+        return self._inv_scale
+
     def note_loss(self, loss: Tensor) -> None:
         """Remembers whether `loss` was finite."""
-        self.loss_finite = _and(self.loss_finite, torch.isfinite(loss.detach()).all(), self.scale)
+        # Two kernels on a GPU, where `isfinite` takes four.
+        finite = (loss.detach() * 0).eq(0)
+        self.loss_finite = _and(
+            self.loss_finite, finite.all() if loss.numel() != 1 else finite.reshape(()), self.scale
+        )
 
     def note_penalty(self, grads: Iterable[Tensor | None]) -> None:
         """Remembers whether the scaled `grads` of a penalty were finite."""

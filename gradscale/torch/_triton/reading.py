@@ -85,12 +85,14 @@ def _read(
 ):
     """Reads a chunk; `before` tensors came in launches before, of `tensors` in all.
 
-    `UNSCALE` multiplies by the inverse scales on the way.
+    `UNSCALE` multiplies by the inverse scales on the way. With `DECIDE` they are the scales.
     """
     chunk = tl.program_id(0)
     owner, start, left = chunk_of(sizes, firsts, owners, chunk, CHUNK)
     pointer = pointer_to(addresses, owner, start, element, ALIGNED)
     inv_scale = tl.load(inv_scales + (before + owner) * stride)
+    if DECIDE:
+        inv_scale = tl.div_rn(1.0, inv_scale)
     small = 0
     nonzero = 0
     if UNDERFLOW:
@@ -203,11 +205,10 @@ def read(
 
 def read_and_decide(
     groups: Groups,
-    inv_scale: Tensor,
+    scale: Tensor,
     max_norm: float,
     smallest_normal: float | None,
     unscale: bool,
-    window_scale: Tensor,
     row: Tensor,
     question: Question,
     told: Tensor,
@@ -215,21 +216,21 @@ def read_and_decide(
     """What becomes of a step with these gradients (`VALUES`), and the numbers of every tensor.
 
     Those are int64, a row for each: the second and the third are how many infinities and NaNs it
-    has. `window_scale` is float32, the scale that is in the gradients, and `row` int32, how many
-    steps in a row were skipped. Moves the scale and counts on, in place, as `question` says, and
+    has. `scale` is float32, the one that is in the gradients, and `row` int32, how many steps in a
+    row were skipped. Moves the scale and counts on, in place, as `question` says, and
     writes to the int32 `told` what the host is told (see `events.Record`); the rest is as in
     `read`.
     """
-    values = torch.empty(VALUES, dtype=torch.float32, device=inv_scale.device)
-    decision = (window_scale, row, *question.arguments(), values, told)
+    values = torch.empty(VALUES, dtype=torch.float32, device=scale.device)
+    decision = (scale, row, *question.arguments(), values, told)
     end = (True, *question.constants())
-    numbers = _launch(groups, inv_scale, max_norm, smallest_normal, unscale, values, decision, end)
+    numbers = _launch(groups, scale, max_norm, smallest_normal, unscale, values, decision, end)
     return values, numbers
 
 
 def _launch(
     groups: Groups,
-    inv_scale: Tensor,
+    scale: Tensor,
     max_norm: float,
     smallest_normal: float | None,
     unscale: bool,
@@ -237,12 +238,15 @@ def _launch(
     decision: tuple[Any, ...],
     end: tuple[bool, bool, bool],
 ) -> Tensor:
-    """Launches the kernel for every format; what every tensor's numbers are."""
+    """Launches the kernel for every format; what every tensor's numbers are.
+
+    `scale` is the inverse one, unless the kernel decides.
+    """
     tensors = groups[0][1].tensors
     for _, table in groups[1:]:
         tensors += table.tensors
     reports, arrivals = _shared(groups[0][1], tensors)
-    numbers = torch.empty((tensors, NUMBERS.value), dtype=torch.int64, device=inv_scale.device)
+    numbers = torch.empty((tensors, NUMBERS.value), dtype=torch.int64, device=scale.device)
     before = 0
     for dtype, table in groups:
         _read(
@@ -251,8 +255,8 @@ def _launch(
                 table.addresses,
                 *_workspace(table),
                 arrivals,
-                inv_scale,
-                inv_scale.dim(),
+                scale,
+                scale.dim(),
                 before,
                 tensors,
                 0.0 if smallest_normal is None else smallest_normal,
