@@ -184,10 +184,10 @@ class Stepping(Checking):
     ) -> None:
         """Ends a step that all of `optimizers` took together, and says what became of it."""
         measured = self._measured[id(optimizers[0])]
-        yes = torch.ones_like(skipped)
         loss_finite = window.loss_finite
         finite = _all([self._finite(optimizer) for optimizer in optimizers])
-        fits = _all([self._fits.get(id(optimizer), yes) for optimizer in optimizers])
+        known = [self._fits[id(one)] for one in optimizers if id(one) in self._fits]
+        fits = _all(known) if known else torch.ones_like(skipped)
         for loss in window.losses.values():
             mine = loss.loss_finite
             loss_finite = mine if loss_finite is None else loss_finite & mine
@@ -197,7 +197,7 @@ class Stepping(Checking):
             applied=~skipped,
             finite=finite,
             fits=fits,
-            loss_finite=yes if loss_finite is None else loss_finite,
+            loss_finite=torch.ones_like(skipped) if loss_finite is None else loss_finite,
             scale=window.scale,
             grad_norm=None if norm is None else norm.float(),
             amax=measured.amax,
