@@ -456,7 +456,7 @@ def passes(test: str, tree: Path) -> tuple[bool, str]:
         text=True,
         check=False,
     )
-    if run.returncode not in (0, 1):
+    if run.returncode > 1:  # below 0, the fault has crashed it
         raise RuntimeError(f"pytest {test} ended with {run.returncode}: {run.stdout}{run.stderr}")
     return run.returncode == 0, run.stdout[-2000:]
 

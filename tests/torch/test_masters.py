@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscale import SettingError
+from gradscale import SettingError, StateError
 from gradscale.torch import GradScaler, kernels, optim
 from gradscale.torch.optim import masters
 
@@ -306,6 +306,24 @@ def test_formats_are_mixed_in_one_group() -> None:
                 scaler.apply(optimizer, clip_norm=1.0)
     for w, twin in zip(weights, twins, strict=True):
         assert same(w.detach(), twin.detach().to(w.dtype))
+
+
+@pytest.mark.parametrize("path", ["triton", "reference"])
+def test_states_of_another_format_or_shape_never_reach_a_kernel(path: str) -> None:
+    w = torch.ones(64, dtype=torch.float16, device=HERE, requires_grad=True)
+    optimizer = optim.AdamW([w], lr=2.0**-14)
+    w.grad = torch.ones_like(w)
+    with kernels.use(path):
+        optimizer.step()
+        for name in ("master", "exp_avg", "exp_avg_sq"):  # as torch's load_state_dict leaves them
+            optimizer.state[w][name] = optimizer.state[w][name].half()
+        optimizer.step()
+        kept = {name: optimizer.state[w][name] for name in ("master", "exp_avg", "exp_avg_sq")}
+        assert {value.dtype for value in kept.values()} == {torch.float32}
+        optimizer.state[w]["exp_avg"] = torch.zeros(8, device=HERE)
+        with pytest.raises(StateError, match=r"'exp_avg' .* \(64,\) has shape \(8,\)"):
+            optimizer.step()
+    assert float(w.detach().float().min()) > 0.99
 
 
 def test_a_master_must_be_of_a_kind_there_is() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscale.errors import StateError
+
 HALVES = (torch.float16, torch.bfloat16)
 """The formats whose weights have masters."""
 MODES = ("float32", "split")
@@ -64,6 +66,27 @@ def settle(param: Tensor, state: dict[str, Any], mode: str) -> None:
         state[WHOLE] = whole
     else:
         put(param, state, whole, mode)
+
+
+def like(param: Tensor, value: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """`value`, a state of `param`, as kernels take it: in `dtype`, where and as the parameter lies.
+
+    Itself if it is so already. Kernels go by addresses, so they must not be told of anything else.
+    """
+    if value.shape != param.shape:
+        raise StateError(
+            f"The state {name!r} of a parameter of shape {tuple(param.shape)} has shape "
+            f"{tuple(value.shape)}. Load a state that was saved with these parameters."
+        )
+    if value.dtype is dtype and value.device == param.device and _lies_as(value, param):
+        return value
+    return torch.empty_like(param, dtype=dtype).copy_(value)
+
+
+def _lies_as(value: Tensor, param: Tensor) -> bool:
+    """Whether both have their elements in the same order."""
+    flat = value.is_contiguous() and param.is_contiguous()
+    return flat or value.stride() == param.stride()
 
 
 def put(param: Tensor, state: dict[str, Any], whole: Tensor, mode: str) -> None:

@@ -240,9 +240,12 @@ class OnePass(torch.optim.Optimizer):
             value = state.get(name)
             if value is None:
                 state[name] = torch.zeros_like(param, dtype=torch.float32)
-            elif value.dtype is not torch.float32 or value.stride() != param.stride():
-                state[name] = torch.zeros_like(param, dtype=torch.float32).copy_(value)
+            else:
+                state[name] = masters.like(param, value, name, torch.float32)
         if param.dtype in masters.HALVES:
+            for name, dtype in ((masters.WHOLE, torch.float32), (masters.LOW, torch.int16)):
+                if name in state:
+                    state[name] = masters.like(param, state[name], name, dtype)
             new = masters.WHOLE not in state
             masters.settle(param, state, self._master)
             if self._master == "float32" and not new:
