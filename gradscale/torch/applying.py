@@ -92,14 +92,16 @@ class Applying(Fast):
             self._step_with_closure(several[0], closure, (), {}, edit)
         else:
             record = self._step_together(several, clip_norm, clip_value, keep=not zero_grad)
-        if zero_grad:
-            for optimizer in several:
-                _clear(optimizer)
         outcome = self.outcome()
+        try:
+            for optimizer in several if zero_grad else ():
+                _clear(optimizer)
+        finally:
+            # The kernel has moved the scale already, whatever becomes of this.
+            if record is not None:
+                self._end_iteration(record)
         if record is None:
             self.update()
-        else:
-            self._end_iteration(record)
         return outcome
 
     def _step_together(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from gradscale.policy import Dynamic, Off, Static
 from gradscale.torch import kernels
 from gradscale.torch.contract import is_capable, step_on_device, writes_back
 from gradscale.torch.events import Move, Record
@@ -32,17 +33,25 @@ from gradscale.torch.outcome import (
     value_at,
 )
 from gradscale.torch.stepping import Stepping, mark_in_stream
-from gradscale.torch.unscale import Reading, params_with_grad
+from gradscale.torch.unscale import multiply, params_with_grad
 from gradscale.torch.window import Window
 
 _FEW = 4
 """Tables that are read one by one rather than looked for once more, as one."""
-_SLOTS, _WORDS = 4096, 7
-"""Records that can be on their way, of all scalers, and the numbers of each."""
+_SLOTS = 1024
+"""Records of a scaler that can be on their way: more than `Events` keeps."""
+_WORDS = 7
+"""The numbers of a record of one step and one move."""
 
 
 class Fast(Stepping):
     """Steps by kernels alone."""
+
+    _slots: tuple[Tensor, itertools.count[int]] | None
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._slots = None
 
     def _step_fast(
         self,
@@ -58,7 +67,7 @@ class Fast(Stepping):
         `keep` if the gradients will be looked at again.
         """
         device = window.scale.device
-        if not kernels.take(device) or not window.is_plain():
+        if not kernels.take(device) or not window.is_plain() or not self._is_known():
             return None
         if self._per_optimizer_states or not all(map(is_capable, optimizers)):
             return None
@@ -69,7 +78,8 @@ class Fast(Stepping):
                 place = kernels.locate(params, [param.grad for param in params])
             if place is None or place.keys[0][0] != device:
                 return None
-            return self._step_at(place, optimizers, window, max_norm, keep)
+            known = optimizers[0].look_at() if params is None else params  # type: ignore[attr-defined]
+            return self._step_at(place, optimizers, window, known, max_norm, keep)
         finally:
             if params is None:
                 optimizers[0].look_away()  # type: ignore[attr-defined]
@@ -79,17 +89,19 @@ class Fast(Stepping):
         place: kernels.Place,
         optimizers: Sequence[Optimizer],
         window: Window,
+        params: list[Tensor],
         max_norm: float,
         keep: bool,
     ) -> Record:
-        """Steps with the gradients at `place`."""
-        count = sum([table.tensors for _, table in place.groups])
+        """Steps with the gradients of `params`, which are at `place`."""
         due = self._underflow_is_due(optimizers)
         smallest_normal = self._format.smallest_normal if due else None
         # torch's kernels take longer with a scale than a pass that unscales takes longer than one
         # that only reads: 16.07 ms against 15.77 ms for 1.56 B parameters on an H200.
-        at_once = math.isinf(max_norm) and all(map(writes_back, optimizers))
-        row, told = self._row(optimizers[0], window.scale), _slot(window.scale.device)
+        # Not in float16, where small ones would vanish.
+        wide = all(dtype is torch.float32 for _, dtype in place.keys)
+        at_once = wide and math.isinf(max_norm) and all(map(writes_back, optimizers))
+        row, told = self._row(optimizers[0], window.scale), self._slot(window.scale.device)
         question = self._question(window)
         values, numbers = kernels.reading().read_and_decide(
             place.groups,
@@ -109,8 +121,11 @@ class Fast(Stepping):
                     continue
                 step_on_device(optimizer, divisor, skipped, (), {})
         except BaseException:
+            # For the next try: nothing is counted, and gradients are scaled, as they were before.
+            self._counters[STEPS].sub_(1)
+            row.sub_(skipped.to(row.dtype))
             if at_once:
-                self._keep_unscaled(optimizers, window, values)
+                multiply(place, window.scale)
             raise
         finally:
             # Told once, also if an optimizer raises and is asked again.
@@ -133,23 +148,29 @@ class Fast(Stepping):
             scale=window.scale,
             _format=self._format,
             _floor=getattr(self._policy, "min_scale", 0.0),
-            _blame=self._blame_later(optimizers, count, measured),
+            _blame=self._blame_later(optimizers, params, measured),
             _done=done,
             **known,
         )
         self._tell(optimizers, outcome)
         return self._told_by_kernel(told, done)
 
-    def _keep_unscaled(
-        self, optimizers: Sequence[Optimizer], window: Window, values: Tensor
-    ) -> None:
-        """Remembers, for the next try, that the gradients of `optimizers` are unscaled by now."""
-        finite, fits = value_at(values, "finite"), value_at(values, "fits")
-        found = {values.device: (~finite).to(torch.float32)}
-        for optimizer in optimizers:
-            reading = Reading(found, fits, value_at(values, "amax"))
-            self._record(optimizer, reading, OptState.UNSCALED)
-            self._mark_unscaled(optimizer, window, params_with_grad(optimizer))
+    def _is_known(self) -> bool:
+        """Whether the kernels have the rule of the policy."""
+        return type(self._policy) in (Dynamic, Static, Off)
+
+    def _slot(self, device: torch.device) -> Tensor:
+        """Where a record may be written, by work on `device`, for the host to read.
+
+        In a CUDA graph it stays on the device: every replay logs it there.
+        """
+        if kernels.capturing():
+            return torch.empty(_WORDS, dtype=torch.int32, device=device)
+        if self._slots is None or self._slots[0].is_pinned() != (device.type == "cuda"):
+            self._slots = _new_slots(device), itertools.count()
+            weakref.finalize(self, _unused.append, self._slots[0])
+        words, numbers = self._slots
+        return words[next(numbers) % _SLOTS]
 
     def _question(self, window: Window) -> Any:
         """What a kernel moves the scale by."""
@@ -181,7 +202,9 @@ class Fast(Stepping):
             return None
         if len(found_inf) != 1 or len(self._iteration) != 1 or list(found_inf[0]) != [scale.device]:
             return None
-        found, told = found_inf[0][scale.device], _slot(scale.device)
+        if not self._is_known():
+            return None
+        found, told = found_inf[0][scale.device], self._slot(scale.device)
         outcome = self._iteration[0][1]
         step = (outcome.applied, outcome.skipped_in_a_row)
         kernels.writing().advance(found, *step, self._question(window), told)
@@ -206,19 +229,15 @@ def _planned(optimizer: Any) -> kernels.Place | None:
     return kernels.Place(None, groups, [(plan.params[0].device, formats.pop())])
 
 
-_slots: dict[torch.device, tuple[Tensor, itertools.count[int]]] = {}
-"""Memory of the host that kernels write records to, which stays for good."""
+_unused: list[Tensor] = []
+"""Slots of scalers that are gone. They are used again but never given back, because a kernel that
+is still on its way may write to them."""
 
 
-def _slot(device: torch.device) -> Tensor:
-    """Where a record may be written, by work on `device`, for the host to read.
-
-    In a CUDA graph it stays on the device: every replay logs it there.
-    """
-    if kernels.capturing():
-        return torch.empty(_WORDS, dtype=torch.int32, device=device)
-    if device not in _slots:
-        words = torch.zeros((_SLOTS, _WORDS), dtype=torch.int32, pin_memory=device.type == "cuda")
-        _slots[device] = words, itertools.count()
-    words, numbers = _slots[device]
-    return words[next(numbers) % _SLOTS]
+def _new_slots(device: torch.device) -> Tensor:
+    """Memory of the host that kernels on `device` can write records to."""
+    pinned = device.type == "cuda"
+    for place, words in enumerate(_unused):
+        if words.is_pinned() == pinned:
+            return _unused.pop(place)
+    return torch.zeros((_SLOTS, _WORDS), dtype=torch.int32, pin_memory=pinned)

@@ -260,7 +260,7 @@ class ScaleKeeper(torch.amp.GradScaler):
     ) -> Move:
         """Moves a state in place, only where there is `news`."""
         before = live.scale.clone()
-        if news is None and isinstance(self._policy, Dynamic) and kernels.take(before.device):
+        if news is None and type(self._policy) is Dynamic and kernels.take(before.device):
             told = stats.loss_finite
             losses = told if isinstance(told, Tensor) else None
             kernels.writing().update(self._policy, live, stats.finite, losses)

@@ -48,6 +48,7 @@ NOT_SAVED = (
     "_iteration",
     "_rows",
     "_last_scaled",
+    "_slots",
     "_tie",
 )
 # A float16 loss seeds its backward pass in float16, where 2**16 is infinite.

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, caller_level
-from gradscale.torch import compiled, kernels
+from gradscale.torch import compiled
 from gradscale.torch.checking import Checking
 from gradscale.torch.closure import ClosureStep
 from gradscale.torch.contract import is_capable, step_on_device, takes_scaler, writes_back
@@ -64,7 +64,7 @@ class Stepping(Checking):
         scale = None
         if self._stage(optimizer) is OptState.UNSCALED:
             self._recheck(optimizer, window)
-        elif capable and not self._better_unscaled(optimizer, window, params):
+        elif capable and not window.split(params)[1]:
             values = gradients_of(params)
             self._measure_underflow([optimizer], values, window)
             self._record(optimizer, read(values, window.inv_scale), OptState.READY)
@@ -80,12 +80,6 @@ class Stepping(Checking):
             result = None if bool(skipped) else optimizer.step(*args, **kwargs)
         self._finish([optimizer], window, skipped)
         return result
-
-    def _better_unscaled(self, optimizer: Optimizer, window: Window, params: list[Tensor]) -> bool:
-        """Whether the gradients of an optimizer that can unscale should be unscaled before it."""
-        # One of torch's takes longer with a scale than we take longer for it: see fast.py.
-        slow = writes_back(optimizer) and kernels.take(params[0].device)
-        return slow or bool(window.split(params)[1])
 
     def _mark_stepped(self, optimizer: Optimizer, window: Window, skipped: Tensor) -> None:
         """Remembers gradients that went through `step_on_device` scaled."""
@@ -245,26 +239,29 @@ class Stepping(Checking):
         if readable(skipped):
             blame = self._blame_now(optimizers, window) if skipped else Blame([], None)
             return partial(Blame, *blame)
-        with_grad = sum(len(params_with_grad(optimizer)) for optimizer in optimizers)
+        params = [param for optimizer in optimizers for param in params_with_grad(optimizer)]
         measured = self._measured[id(optimizers[0])]
-        return self._blame_later(optimizers, with_grad, lambda: measured)
+        return self._blame_later(optimizers, params, lambda: measured)
 
     def _blame_later(
-        self, optimizers: Sequence[Optimizer], with_grad: int, look: Callable[[], Measured]
+        self, optimizers: Sequence[Optimizer], params: list[Tensor], look: Callable[[], Measured]
     ) -> Callable[[], Blame]:
         """What finds the parameters to blame when it is asked, from what was measured.
 
-        `with_grad` is how many parameters have gradients; `look` says what was measured.
+        `params` are those that have gradients; `look` says what was measured.
         """
         refs = [weakref.ref(optimizer) for optimizer in optimizers]
-        complete = with_grad == sum(len(g["params"]) for o in optimizers for g in o.param_groups)
+        total = sum([len(group["params"]) for o in optimizers for group in o.param_groups])
+        # Ids rather than references: of most outcomes nobody asks whom to blame.
+        chosen = None if len(params) == total else set(map(id, params))
+        all_names = self._names  # and not the scaler, which an outcome must not keep alive
 
         def find() -> Blame:
             measured = look()
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
             owners = [p for o in alive for g in o.param_groups for p in g["params"]]
-            unique = {id(p): p for p in owners} if complete else {}
-            names = self._names.of(alive)
+            unique = {id(p): p for p in owners if chosen is None or id(p) in chosen}
+            names = all_names.of(alive)
             first = told_by(measured.peaks, measured.counts, names, unique.values())
             if first.culprits:
                 known = measured.finite_amax

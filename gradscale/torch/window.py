@@ -95,6 +95,10 @@ class _Marked:
                 mark.grad, mark.version = grad_ref, version
         return marks
 
+    def ids(self) -> set[int]:
+        """The ids of their parameters."""
+        return {id(param) for ref in self._params if (param := ref()) is not None}
+
     def are(self, params: list[Tensor]) -> bool:
         """Whether they are those of `params`."""
         return len(params) == len(self._params) and all(
@@ -125,7 +129,8 @@ class Window:
         self.captured = captured
         """Whether it was opened inside a CUDA graph. Then every replay takes the snapshot anew, and
         writes gradients without a trace that Python could see: nothing is remembered of them."""
-        self._inv_scale: Tensor | None = None
+        # Every replay makes it anew, so it must be part of the capture.
+        self._inv_scale = scale.reciprocal() if captured else None
         self.begun = 0
         """How many backward passes have begun."""
         self.half = False
@@ -384,8 +389,10 @@ class Window:
 
     def leftovers(self) -> Marks:
         """The marks of all gradients that were passed by, in this window or before."""
-        # Those marked at once have been used.
-        return {**self._waiting, **self._one_by_one}
+        # Those marked at once have been used, also where they were waiting before.
+        used = self._at_once.ids() if self._at_once is not None and self._waiting else set()
+        waiting = {key: mark for key, mark in self._waiting.items() if key not in used}
+        return {**waiting, **self._one_by_one}
 
 
 def _refuse_conflict(mark: Mark) -> None:

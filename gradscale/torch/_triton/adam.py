@@ -141,7 +141,7 @@ def _two_floats(value: float) -> tuple[float, float]:
 def step(step: Step, betas: tuple[float, float], eps: float, decoupled: bool) -> None:
     """One step; the rows of states are both averages, then come the counters."""
     constants = (*step.constants(), decoupled)
-    arguments = (*step.arguments(), *_numbers(betas[0], betas[1]), eps)
+    arguments = (*step.arguments(), *_numbers(betas[0], betas[1]), float(eps))
     _adam(step.programs, arguments, constants, step.formats, **OPTIONS)
 
 
@@ -152,6 +152,6 @@ def _numbers(beta1: float, beta2: float) -> tuple[float, ...]:
         *_two_floats(math.log2(beta1) if beta1 else -1e30),
         *_two_floats(math.log2(beta2) if beta2 else -1e30),
         1.0 - beta1,
-        beta2,
+        float(beta2),
         1.0 - beta2,
     )

@@ -202,8 +202,8 @@ def look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr):
             amax = tl.div_rn(amax, factor)
         elif (amax > _HIGH) | ((amax < _LOW) & (amax > 0)):
             product = amax * factor
-            exponent = tl.where(product > 1.0, _DOWN, -_UP)
-            shift = tl.where(product > 1.0, _DOWNWARDS, _UPWARDS)
+            exponent = tl.where(product > _HIGH, _DOWN, tl.where(product < _LOW, -_UP, 0))
+            shift = tl.where(product > _HIGH, _DOWNWARDS, tl.where(product < _LOW, _UPWARDS, 1.0))
             fraction, binades = split(factor)
             total = tl.div_rn(_squares(pointer, left, shift, CHUNK), fraction * fraction)
             exponent -= binades

@@ -59,7 +59,7 @@ class Question(NamedTuple):
 
     def constants(self) -> tuple[bool, bool]:
         """For `advance`: whether losses tell, and whether the scale moves."""
-        return self.loss_finite is not None, isinstance(self.policy, Dynamic)
+        return self.loss_finite is not None, type(self.policy) is Dynamic
 
 
 _STILL = Dynamic()
@@ -70,12 +70,12 @@ _STILL = Dynamic()
 def settings_of(policy: Dynamic) -> tuple[Any, ...]:
     """For `moved_dynamic`."""
     return (
-        policy.growth_factor,
-        policy.backoff_factor,
+        float(policy.growth_factor),
+        float(policy.backoff_factor),
         min(policy.growth_interval, _LAST.value + 1),  # no counter goes further
         min(policy.hysteresis, _LAST.value + 1),
-        policy.min_scale,
-        policy.max_scale,
+        float(policy.min_scale),
+        float(policy.max_scale),
         room_below(policy.growth_factor),
     )
 

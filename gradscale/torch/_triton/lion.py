@@ -107,5 +107,5 @@ def _lion(
 
 def step(step: Step, betas: tuple[float, float]) -> None:
     """One step; the row of states is the average."""
-    own = (betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1])
+    own = (float(betas[0]), 1.0 - betas[0], float(betas[1]), 1.0 - betas[1])
     _lion(step.programs, (*step.arguments(), *own), step.constants(), step.formats, **OPTIONS)

@@ -159,7 +159,7 @@ class Step(NamedTuple):
     @property
     def rate(self) -> float:
         """The learning rate, if it is a number."""
-        return 0.0 if isinstance(self.lr, Tensor) else self.lr
+        return 0.0 if isinstance(self.lr, Tensor) else float(self.lr)
 
     def arguments(self) -> tuple[Any, ...]:
         """The first ones of every kernel of a step."""
@@ -176,7 +176,7 @@ class Step(NamedTuple):
             anywhere if skip is None else skip,
             self.lr if isinstance(self.lr, Tensor) else anywhere,
             self.rate,
-            self.weight_decay,
+            float(self.weight_decay),
             1.0 - self.rate * self.weight_decay,
             self._arrivals(),
         )

@@ -120,5 +120,5 @@ def _sgd(
 def step(step: Step, momentum: float, dampening: float, nesterov: bool) -> None:
     """One step; with momentum the row of states is its buffer, then come the counters."""
     constants = (*step.constants(), momentum != 0, nesterov)
-    own = (momentum, 1.0 - dampening)
+    own = (float(momentum), 1.0 - dampening)
     _sgd(step.programs, (*step.arguments(), *own), constants, step.formats, **OPTIONS)

@@ -134,6 +134,10 @@ class OnePass(torch.optim.Optimizer):
         self._looked = plan is not None and not self._optimizer_step_pre_hooks
         return plan
 
+    def look_at(self) -> list[Tensor]:
+        """The parameters of the plan that `look()` gave."""
+        return [] if self._plan is None else self._plan.params
+
     def look_away(self) -> None:
         """Ends what `look()` began, whether there was a step or not."""
         self._looked = False
