@@ -352,6 +352,22 @@ def test_a_group_that_is_replaced_is_heeded() -> None:
     assert w.tolist() == [-0.5] * 4
 
 
+@pytest.mark.parametrize("path", ["triton", "reference"])
+def test_the_first_applied_step_of_sgd_takes_no_dampening(path: str) -> None:
+    w = torch.zeros(4, device=HERE, requires_grad=True)
+    optimizer = optim.SGD([w], lr=1.0, momentum=0.5, dampening=0.75)
+    scaler = GradScaler(HERE, init_scale=4.0)
+    seen = []
+    with kernels.use(path):
+        for bad in (True, False, False):
+            scaler.backward(w.sum())
+            if bad:
+                w.grad[0] = math.inf
+            scaler.apply(optimizer)
+            seen.append(w.tolist()[0])
+    assert seen == [0.0, -1.0, -1.75]  # 0.5 * 1 + 0.25 * 1
+
+
 def test_autograd_hears_of_a_step() -> None:
     w = torch.ones(4, device=HERE, requires_grad=True)
     optimizer = optim.SGD([w], lr=1.0)
