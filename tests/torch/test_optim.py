@@ -368,6 +368,24 @@ def test_the_first_applied_step_of_sgd_takes_no_dampening(path: str) -> None:
     assert seen == [0.0, -1.0, -1.75]  # 0.5 * 1 + 0.25 * 1
 
 
+def test_states_and_parameters_that_move_at_the_same_place_are_noticed() -> None:
+    w = torch.zeros(8, device=HERE, requires_grad=True)
+    store, optimizer = w.data, optim.SGD([w], lr=1.0, momentum=0.5)
+    with kernels.use("triton"):
+        w.grad = torch.ones(8, device=HERE)
+        optimizer.step()
+        buffer = optimizer.state[w]["momentum_buffer"]
+        buffer.data = torch.zeros(8, device=HERE)
+        optimizer.step()
+        assert buffer.tolist() == [1.0] * 8
+        w.grad = None
+        w.data = w.data[:4]
+        w.grad = torch.ones(8, device=HERE)[:4]
+        optimizer.state.clear()
+        optimizer.step()
+    assert store.tolist() == [-3.0] * 4 + [-2.0] * 4
+
+
 def test_autograd_hears_of_a_step() -> None:
     w = torch.ones(4, device=HERE, requires_grad=True)
     optimizer = optim.SGD([w], lr=1.0)

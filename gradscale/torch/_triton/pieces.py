@@ -102,8 +102,11 @@ def _binade(high):
 def _joined(high, low):
     """The float32 that a weight and its 16 more bits are."""
     if high.dtype == tl.bfloat16:
-        bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
-        return bits.to(tl.float32, bitcast=True)
+        top = high.to(tl.int16, bitcast=True).to(tl.int32)
+        rest = low.to(tl.int32)
+        # Beside a 0 they are never below 0, unless somebody has set the weight to 0.
+        rest = tl.where((top & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
+        return ((top << 16) + rest).to(tl.float32, bitcast=True)
     return high.to(tl.float32) + low.to(tl.float32) * power_of_two(_binade(high) - 25)
 
 

@@ -32,7 +32,9 @@ class Adam(OnePass, torch.optim.Adam):
         super().__init__(*args, **always_fused(type(self), settings))
 
     def _averages(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
+        # The third is torch's business, but a state that has some must have all.
+        largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return "exp_avg", "exp_avg_sq", *largest
 
     def _counts(self, group: dict[str, Any]) -> bool:
         return True

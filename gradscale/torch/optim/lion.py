@@ -54,6 +54,8 @@ class _PlainLion(torch.optim.Optimizer):
                 if "exp_avg" not in state:
                     state["exp_avg"] = torch.zeros_like(param)
                 grad = param.grad if divisor is None else param.grad / divisor.to(param.device)
+                if divisor is not None and getattr(self, "_unscale_grads", False):
+                    param.grad.copy_(grad)
                 new, average = _stepped(param, grad, state["exp_avg"], group)
                 if skip is not None:
                     skipped = skip.to(param.device) != 0

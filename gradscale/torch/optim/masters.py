@@ -23,8 +23,10 @@ WHOLE, LOW = "master", "master_low"
 def join(high: Tensor, low: Tensor) -> Tensor:
     """The float32 numbers that weights and their 16 more bits are."""
     if high.dtype is torch.bfloat16:
-        bits = (high.view(torch.int16).to(torch.int32) << 16) + low
-        return bits.view(torch.float32)
+        top = high.view(torch.int16).to(torch.int32)
+        # Beside a 0 they are never below 0, unless somebody has set the weight to 0.
+        rest = torch.where(top & 0x7FFF == 0, low.clamp(min=0), low)
+        return ((top << 16) + rest).view(torch.float32)
     return high.float() + low.float() * _power_of_two(_binade(high) - 25)
 
 
@@ -60,6 +62,8 @@ def settle(param: Tensor, state: dict[str, Any], mode: str) -> None:
     key, other = (WHOLE, LOW) if mode == "float32" else (LOW, WHOLE)
     if key in state and other not in state:
         return
+    if WHOLE in state:
+        follow(param, state)
     whole = master_of(param, state) if WHOLE in state or LOW in state else param.detach().float()
     state.pop(other, None)
     if mode == "float32":

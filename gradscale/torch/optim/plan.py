@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradscale.torch._triton.tables import Table
 
 Groups = list[dict[str, Any]]
-_GRAD = attrgetter("grad")
+_GRAD, _BYTES = attrgetter("grad"), attrgetter("nbytes")
 _END = object()
 """Comes after the last of many, so that one too few or too many is noticed."""
 
@@ -82,6 +82,9 @@ class Plan:
         self._states = [state for some in members for state in some.states]
         self._all_states = list(state.values())
         self._held = [*chain.from_iterable(state.values() for state in self._states), _END]
+        self._addresses = list(map(Tensor.data_ptr, self._held[:-1]))
+        self._sizes: list[int] = []
+        """Bytes of the gradients."""
         self._grads: Spots | None = None
         self.versions = [param._version for param in params]
         """Of the parameters, when we looked at them or wrote to them last."""
@@ -93,6 +96,11 @@ class Plan:
             spots: Spots | None = kernels.spots_of_plain(grads)
         except (TypeError, RuntimeError):  # one is missing, or sparse
             return False
+        # What a shorter view, or another format, at the same address has fewer or more of.
+        sizes = list(map(_BYTES, grads))
+        if known is not None and sizes != self._sizes:
+            return False
+        self._sizes = sizes
         if known is not None and spots == known and not kernels.capturing():
             return True
         spots = kernels.spots_of(grads)
@@ -117,6 +125,8 @@ class Plan:
             return False
         values = chain.from_iterable(map(dict.values, self._states))
         if not all(map(is_, chain(values, (_END,)), self._held)):
+            return False
+        if list(map(Tensor.data_ptr, self._held[:-1])) != self._addresses:
             return False
         if kernels.spots_of_plain(self.params) != self._spots:
             return False
