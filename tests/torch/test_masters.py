@@ -283,14 +283,15 @@ def test_gradients_can_be_had_unscaled(path: str) -> None:
         for unscale in (False, True):
             scaler = GradScaler(HERE, init_scale=4.0)
             w = torch.ones(3, device=HERE, dtype=dtype, requires_grad=True)
-            optimizer = optim.AdamW([w], unscale_grads=unscale)
-            with kernels.use(path):
-                scaler.backward((w.float() * 2.0).sum())
-                scaler.apply(optimizer, zero_grad=False)
-            if unscale:
-                assert w.grad.tolist() == [2.0] * 3
-            elif path == "triton":
-                assert w.grad.tolist() == [8.0] * 3
+            for optimizer in (kind([w], unscale_grads=unscale) for kind in KINDS):
+                w.grad = None
+                with kernels.use(path):
+                    scaler.backward((w.float() * 2.0).sum())
+                    scaler.apply(optimizer, zero_grad=False)
+                if unscale:
+                    assert w.grad.tolist() == [2.0] * 3
+                elif path == "triton":  # torch's own fused steps unscale float32 ones anyway
+                    assert w.grad.tolist() == [8.0] * 3
 
 
 def test_formats_are_mixed_in_one_group() -> None:
@@ -371,6 +372,47 @@ def test_amsgrad_has_masters_too() -> None:
         with kernels.use("reference"):
             optimizer.step()
     assert optimizer.state[w]["max_exp_avg_sq"].dtype is torch.float32
+
+
+def test_a_post_hook_of_a_load_has_the_last_word() -> None:
+    w = torch.zeros(4, dtype=torch.float16, device=HERE, requires_grad=True)
+    optimizer = optim.SGD([w], lr=1.0, momentum=0.9)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+
+    def reset(loaded: Any) -> None:
+        for state in loaded.state.values():
+            state["momentum_buffer"].zero_()
+
+    optimizer.register_load_state_dict_post_hook(reset)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[w]["momentum_buffer"].tolist() == [0.0] * 4
+    assert optimizer.state[w]["momentum_buffer"].dtype is torch.float32
+
+
+def test_a_step_that_fails_leaves_no_master_behind() -> None:
+    weights = [torch.zeros(4, dtype=torch.float16, requires_grad=True) for _ in range(2)]
+    optimizer = optim.AdamW(weights)
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    with kernels.use("reference"):
+        optimizer.step()
+        optimizer.state[weights[1]]["exp_avg"] = torch.zeros(3)
+        with pytest.raises(StateError, match="exp_avg"):
+            optimizer.step()
+    assert list(map(id, optimizer.state)) == list(map(id, weights))
+    assert optimizer.param_groups[0]["params"][0] is weights[0]
+    assert optimizer.state[weights[0]]["master"].grad is None
+
+
+def test_a_parameter_twice_in_a_group_is_stepped_twice_as_torch_does() -> None:
+    w = torch.zeros(4, dtype=torch.float16, requires_grad=True)
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = optim.SGD([w, w], lr=1.0)
+    w.grad = torch.ones_like(w)
+    with kernels.use("reference"):
+        optimizer.step()
+    assert w.tolist() == [-2.0] * 4
 
 
 def test_a_master_must_be_of_a_kind_there_is() -> None:

@@ -368,6 +368,44 @@ def test_the_first_applied_step_of_sgd_takes_no_dampening(path: str) -> None:
     assert seen == [0.0, -1.0, -1.75]  # 0.5 * 1 + 0.25 * 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_dampening_begins_with_every_parameter(dtype: torch.dtype) -> None:
+    weights = [torch.zeros(4, dtype=dtype, requires_grad=True) for _ in range(2)]
+    twins = [torch.zeros(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    settings = {"lr": 1.0, "momentum": 0.5, "dampening": 0.5}
+    ours, theirs = optim.SGD(weights, **settings), torch.optim.SGD(twins, **settings)
+    for number in (1, 2, 2):  # the second one joins later
+        for some, optimizer in ((weights, ours), (twins, theirs)):
+            for w in some[:number]:
+                w.grad = torch.ones_like(w)
+            with kernels.use("reference"):
+                optimizer.step()
+    assert [w.tolist() for w in weights] == [w.tolist() for w in twins]
+    assert ours.param_groups[0]["dampening"] == 0.5
+    assert [id(p) for p in ours.param_groups[0]["params"]] == [id(w) for w in weights]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["triton", "reference"])
+def test_gradients_may_be_laid_out_otherwise(kind: Any, path: str) -> None:
+    def train(gradient: Any, last: bool = False) -> list[float]:
+        w = torch.zeros(2, 3, 2, 2, device=HERE)
+        w = w.contiguous(memory_format=torch.channels_last) if last else w
+        optimizer = kind([w.requires_grad_()], lr=0.1)
+        for step in range(2):
+            w.grad = gradient(torch.arange(24.0, device=HERE).view(2, 3, 2, 2) + step)
+            with kernels.use(path):
+                optimizer.step()
+        return w.flatten().tolist()
+
+    plain = train(lambda values: values)
+    assert train(lambda v: v.contiguous(memory_format=torch.channels_last)) == plain
+    assert train(lambda values: values, last=True) == plain
+    ones = train(lambda values: torch.ones_like(values))
+    assert train(lambda values: torch.ones((), device=HERE).expand(values.shape)) == ones
+    assert ones != plain
+
+
 def test_states_and_parameters_that_move_at_the_same_place_are_noticed() -> None:
     w = torch.zeros(8, device=HERE, requires_grad=True)
     store, optimizer = w.data, optim.SGD([w], lr=1.0, momentum=0.5)
@@ -415,6 +453,8 @@ def test_what_the_kernel_does_not_do_is_torchs_and_said_once() -> None:
     for wrong in ({"fused": False}, {"foreach": True}, {"differentiable": True}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
             optim.Adam(weights, **wrong)
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            optim.SGD([{"params": weights, **wrong}], lr=1.0)
 
 
 def test_a_closure_and_a_learning_rate_that_is_a_tensor() -> None:

@@ -247,63 +247,42 @@ def _launch(
         tensors += table.tensors
     reports, arrivals = _shared(groups[0][1], tensors)
     numbers = torch.empty((tensors, NUMBERS.value), dtype=torch.int64, device=scale.device)
+    before = 0
     try:
-        _launch_all(
-            groups, scale, tensors, smallest_normal, max_norm, unscale, summary, decision, end,
-            reports, arrivals, numbers,
-        )  # fmt: skip
+        for dtype, table in groups:
+            _read(
+                table.chunks.total,
+                (
+                    table.addresses,
+                    *_workspace(table),
+                    arrivals,
+                    scale,
+                    scale.dim(),
+                    before,
+                    tensors,
+                    0.0 if smallest_normal is None else smallest_normal,
+                    float(max_norm),
+                    reports,
+                    numbers,
+                    summary,
+                    *decision,
+                ),
+                (
+                    ELEMENTS[dtype],
+                    CHUNK,
+                    table.aligned,
+                    smallest_normal is not None,
+                    unscale,
+                    *end,
+                ),
+                num_warps=8,
+            )
+            before += table.tensors
     except BaseException:
         # Some have arrived, and those that they wait for never will.
         del groups[0][1].workspace["tensors"]
         raise
     return numbers
-
-
-def _launch_all(
-    groups: Groups,
-    scale: Tensor,
-    tensors: int,
-    smallest_normal: float | None,
-    max_norm: float,
-    unscale: bool,
-    summary: Tensor,
-    decision: tuple[Any, ...],
-    end: tuple[bool, bool, bool],
-    reports: Tensor,
-    arrivals: Tensor,
-    numbers: Tensor,
-) -> None:
-    """Launches the kernel for every format."""
-    before = 0
-    for dtype, table in groups:
-        _read(
-            table.chunks.total,
-            (
-                table.addresses,
-                *_workspace(table),
-                arrivals,
-                scale,
-                scale.dim(),
-                before,
-                tensors,
-                0.0 if smallest_normal is None else smallest_normal,
-                float(max_norm),
-                reports,
-                numbers,
-                summary,
-                *decision,
-            ),
-            (
-                ELEMENTS[dtype],
-                CHUNK,
-                table.aligned,
-                smallest_normal is not None,
-                unscale,
-                *end,
-            ),
-            num_warps=8,
-        )
-        before += table.tensors
 
 
 def _workspace(table: Table) -> list[Tensor]:

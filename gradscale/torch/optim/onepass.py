@@ -193,10 +193,7 @@ class OnePass(torch.optim.Optimizer):
         if odd is not None:
             return odd
         for param in params:
-            grad: Any = param.grad
-            flat = grad.is_contiguous() and param.is_contiguous()
-            if not flat and grad.stride() != param.stride():
-                param.grad = torch.empty_like(param).copy_(grad)
+            _lay_out(param)
         grads = [param.grad for param in params]
         members = []
         numbers = {id(param): number for number, param in enumerate(params)}
@@ -235,6 +232,7 @@ class OnePass(torch.optim.Optimizer):
         """The state of `param`, made if there is none, as the kernel takes it."""
         state: dict[str, Any] = self.state[param]
         averages = self._averages(group)
+        wide = param.dtype if param.dtype not in kernels.DTYPES else torch.float32
         if self._counts(group):
             # torch's SGD does not count; it has a buffer from the first step on.
             begun = any(state.get(name) is not None for name in averages)
@@ -243,9 +241,9 @@ class OnePass(torch.optim.Optimizer):
         for name in averages:
             value = state.get(name)
             if value is None:
-                state[name] = torch.zeros_like(param, dtype=torch.float32)
+                state[name] = torch.zeros_like(param, dtype=wide)
             else:
-                state[name] = masters.like(param, value, name, torch.float32)
+                state[name] = masters.like(param, value, name, wide)
         if param.dtype in masters.HALVES:
             for name, dtype in ((masters.WHOLE, torch.float32), (masters.LOW, torch.int16)):
                 if name in state:
@@ -262,6 +260,13 @@ class OnePass(torch.optim.Optimizer):
         """Takes torch's own step, with masters in the place of their weights."""
         # Without the wrapper that calls the hooks, which our own step has called already.
         step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
+        # torch's fused step on the CPU takes everything for flat memory in the same order.
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    _lay_out(param)
+                    if self.state.get(param):
+                        self._state_of(param, group)
         with self._masters_in_place():
             step(self)
 
@@ -269,27 +274,30 @@ class OnePass(torch.optim.Optimizer):
     def _masters_in_place(self) -> Iterator[None]:
         """Has masters stand where their weights are, and writes the weights afterwards."""
         lists = [group["params"] for group in self.param_groups]
-        stands: dict[int, Tensor] = {}
-        for group, params in zip(self.param_groups, lists, strict=True):
-            for param in params:
-                if param.dtype in masters.HALVES and param.grad is not None:
-                    state = self._state_of(param, group)
-                    stand = masters.master_of(param, state)
-                    stand.grad = param.grad.float()
-                    kept = (masters.WHOLE, masters.LOW)
-                    self.state[stand] = {k: v for k, v in state.items() if k not in kept}
-                    stands[id(param)] = stand
+        stands: dict[int, tuple[Tensor, Tensor]] = {}
         try:
             for group, params in zip(self.param_groups, lists, strict=True):
-                group["params"] = [stands.get(id(param), param) for param in params]
+                for param in params:
+                    half = param.dtype in masters.HALVES and param.grad is not None
+                    if half and id(param) not in stands:
+                        stands[id(param)] = param, self._stand_for(param, group)
+            for group, params in zip(self.param_groups, lists, strict=True):
+                group["params"] = [stands.get(id(p), (p, p))[1] for p in params]
             yield
         finally:
             for group, params in zip(self.param_groups, lists, strict=True):
                 group["params"] = params
-                for param in params:
-                    stand_in = stands.get(id(param))
-                    if stand_in is not None:
-                        self._write_back(param, stand_in)
+            for param, stand in stands.values():
+                self._write_back(param, stand)
+
+    def _stand_for(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """The master of `param`, with its gradient and its state."""
+        state = self._state_of(param, group)
+        stand = masters.master_of(param, state)
+        stand.grad = param.grad.float()  # type: ignore[union-attr]
+        kept = (masters.WHOLE, masters.LOW)
+        self.state[stand] = {k: v for k, v in state.items() if k not in kept}
+        return stand
 
     def _write_back(self, param: Tensor, stand: Tensor) -> None:
         """Takes what became of `stand` over into `param` and its state."""
@@ -301,6 +309,8 @@ class OnePass(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does, also for compiled functions."""
+        if "fused" in self.defaults:
+            param_group = always_fused(type(self), param_group)
         super().add_param_group(param_group)
         self._tie = OptimizerTie(self)
 
@@ -310,13 +320,21 @@ class OnePass(torch.optim.Optimizer):
         """Takes over the state of an optimizer of the same name, ours or torch's."""
         seen: list[dict[str, Any]] = []
         # torch rounds every state to the format of its parameter; so look once more at what was
-        # loaded, after all hooks of the user have been at it.
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+        # loaded: after the user's hooks that come before, and before those that come after.
+        hooks = [
+            self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given)),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._take_unrounded(seen[0]), prepend=True
+            ),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        saved = seen[0]
+            for hook in hooks:
+                hook.remove()
+
+    def _take_unrounded(self, saved: dict[str, Any]) -> None:
+        """Takes the states of half parameters as they were `saved`."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):
@@ -354,11 +372,20 @@ def always_fused(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings` for torch's constructor; a SettingError if they ask for another step."""
     rest = dict(settings)
     for name, value in _FIXED.items():
-        if rest.pop(name, None) not in (None, value):
-            raise SettingError(
-                f"{name} is {value} in gradscale's {kind.__name__}, got {not value}."
-            )
+        given = rest.pop(name, None)
+        if given not in (None, value):
+            raise SettingError(f"{name} is {value} in gradscale's {kind.__name__}, got {given!r}.")
     return {**rest, "fused": True}
+
+
+def _lay_out(param: Tensor) -> None:
+    """Replaces a dense gradient that is laid out other than `param` by a copy that is not."""
+    grad: Any = param.grad
+    if grad.layout is not torch.strided or grad.dtype is not param.dtype:
+        return
+    flat = grad.is_contiguous() and param.is_contiguous()
+    if not flat and grad.stride() != param.stride():
+        param.grad = torch.empty_like(param).copy_(grad)
 
 
 def _odd_param(param: Tensor) -> str | None:
