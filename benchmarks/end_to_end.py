@@ -1,13 +1,16 @@
 """What scaling costs in a whole training iteration: a GPT-2 small on one GPU.
 
-Weights are float32 and the forward pass is autocast; every case has a model of its own, the same
-tokens, clipping by norm and AdamW:
+Weights are float32, where nothing else is said, and the forward pass is autocast; every case has a
+model of its own, the same tokens, clipping by norm and AdamW:
 
     bfloat16, no scaler             torch's clip_grad_norm_ and fused AdamW
     float16, no scaler              the same in float16: what scaling is compared with
     float16, torch's scaler         torch.amp.GradScaler: scale, unscale_, clip_grad_norm_, step,
                                     update; torch's fused AdamW
     float16, ours                   backward and apply(clip_norm=...), gradscale.torch.optim.AdamW
+    float16 weights, ours           the same with float16 matrices and embeddings, and float32
+                                    masters; norms and what is added up from layer to layer stay
+                                    float32, as in the other cases
     float16, no scaler, our AdamW   as "float16, no scaler" with gradscale.torch.optim.AdamW
 
 A repeat is `--steps` iterations between two synchronisations, and its result the wall clock per
@@ -42,6 +45,8 @@ MAX_NORM = 1.0
 BATCHES = 8
 WARM_UP = 5
 TORCHS, NOBODYS, OURS = "float16, torch's scaler", "float16, no scaler", "float16, ours"
+HALVES = "float16 weights, ours"
+BFLOAT = "bfloat16, no scaler"
 
 
 class Size(NamedTuple):
@@ -99,7 +104,7 @@ class GPT(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         """The loss of every token but the first, told by those before it."""
         inputs, targets = text[:, :-1], text[:, 1:]
-        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
+        x = (self.tokens(inputs) + self.places.weight[: inputs.shape[1]]).float()
         for block in self.blocks:
             x = block(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
@@ -113,6 +118,8 @@ class Recipe(NamedTuple):
     after_forward: Callable[[Case, Tensor], object]
     own_optimizer: bool = False
     scaler: Callable[..., Any] | None = None
+    weights: torch.dtype = torch.float32
+    """Of matrices and embeddings."""
 
 
 class Case:
@@ -124,6 +131,9 @@ class Case:
         torch.manual_seed(0)
         self.recipe, self.device, self.texts = recipe, device, texts
         model = GPT(size).to(device)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.to(recipe.weights)
         self.params = list(model.parameters())
         self.model: Callable[[Tensor], Tensor] = torch.compile(model) if compiled else model
         self.optimizer: torch.optim.Optimizer
@@ -177,10 +187,13 @@ def two_calls(case: Case, loss: Tensor) -> None:
 
 
 CASES = {
-    "bfloat16, no scaler": Recipe(torch.bfloat16, without_scaler),
+    BFLOAT: Recipe(torch.bfloat16, without_scaler),
     NOBODYS: Recipe(torch.float16, without_scaler),
     TORCHS: Recipe(torch.float16, torchs_loop, scaler=torch.amp.GradScaler),
     OURS: Recipe(torch.float16, two_calls, own_optimizer=True, scaler=GradScaler),
+    HALVES: Recipe(
+        torch.float16, two_calls, own_optimizer=True, scaler=GradScaler, weights=torch.float16
+    ),
     "float16, no scaler, our AdamW": Recipe(torch.float16, without_scaler, own_optimizer=True),
 }
 
@@ -238,7 +251,8 @@ def measure(mode: str, cases: dict[str, Case], steps: int, repeats: int) -> list
         (TORCHS, NOBODYS),
         (OURS, NOBODYS),
         (OURS, "float16, no scaler, our AdamW"),
-        (OURS, "bfloat16, no scaler"),
+        (OURS, BFLOAT),
+        (HALVES, BFLOAT),
     ):
         per_cent(taken, name, against)
     return rows

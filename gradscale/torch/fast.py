@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ _WORDS = 7
 class Fast(Stepping):
     """Steps by kernels alone."""
 
-    _slots: tuple[Tensor, itertools.count[int]] | None
+    _slots: tuple[str, Iterator[Tensor]] | None
 
     def _begin(self) -> None:
         super()._begin()
@@ -73,16 +73,15 @@ class Fast(Stepping):
             return None
         try:
             if params is None:
-                place = _planned(optimizers[0])
+                place, params = _planned(optimizers[0])
             else:
                 place = kernels.locate(params, [param.grad for param in params])
             if place is None or place.keys[0][0] != device:
                 return None
-            known = optimizers[0].look_at() if params is None else params  # type: ignore[attr-defined]
-            return self._step_at(place, optimizers, window, known, max_norm, keep)
+            return self._step_at(place, optimizers, window, params, max_norm, keep)
         finally:
-            if params is None:
-                optimizers[0].look_away()  # type: ignore[attr-defined]
+            if isinstance(optimizers[0], OnePass):
+                optimizers[0].look_away()
 
     def _step_at(
         self,
@@ -166,11 +165,12 @@ class Fast(Stepping):
         """
         if kernels.capturing():
             return torch.empty(_WORDS, dtype=torch.int32, device=device)
-        if self._slots is None or self._slots[0].is_pinned() != (device.type == "cuda"):
-            self._slots = _new_slots(device), itertools.count()
-            weakref.finalize(self, _unused.append, self._slots[0])
-        words, numbers = self._slots
-        return words[next(numbers) % _SLOTS]
+        if self._slots is None or self._slots[0] != device.type:
+            words = _new_slots(device)
+            # Taken apart once: to take one row of it takes as long as a launch (H200's host).
+            self._slots = device.type, itertools.cycle(words.unbind())
+            weakref.finalize(self, _unused.append, words)
+        return next(self._slots[1])
 
     def _question(self, window: Window) -> Any:
         """What a kernel moves the scale by."""
@@ -217,16 +217,19 @@ def _measured(values: Tensor, numbers: Tensor, place: kernels.Place) -> Measured
     return Measured(counts=place.rows(numbers[:, 1:3]), finite_amax=values[FINITE_AMAX])
 
 
-def _planned(optimizer: Any) -> kernels.Place | None:
-    """Where the gradients of one of our own optimizers lie; None if that is better asked again."""
-    plan = optimizer.look()
+def _planned(optimizer: Any) -> tuple[kernels.Place | None, list[Tensor]]:
+    """Where the gradients of one of our own optimizers lie, and whose they are.
+
+    None and nobody's if that is better asked again.
+    """
+    plan = optimizer.see()
     if plan is None or len(plan.members) > _FEW:
-        return None
+        return None, []
     formats = {members.dtype for members in plan.members}
     if len(formats) > 1:  # then they are in another order here than in an outcome
-        return None
+        return None, []
     groups = [(members.dtype, members.table) for members in plan.members]
-    return kernels.Place(None, groups, [(plan.params[0].device, formats.pop())])
+    return kernels.Place(None, groups, [(plan.params[0].device, formats.pop())]), plan.params
 
 
 _unused: list[Tensor] = []

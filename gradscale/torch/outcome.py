@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections import defaultdict
@@ -209,12 +210,16 @@ def value_at(values: Tensor, name: str) -> Tensor:
     return values[place] if dtype is torch.float32 else values[place : place + 1].view(dtype)[0]
 
 
+@functools.cache
+def _accelerator() -> str | None:
+    """The kind of accelerator that there is; a process has the same one as long as it runs."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
+
+
 def event_on(device: torch.device) -> torch.Event | None:
     """An event for the work on `device`; None where nobody need wait, or nobody can tell."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return None
-    return torch.Event(device)
+    return torch.Event(device) if device.type == _accelerator() else None
 
 
 class Sent:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 REASON = (
-    "Of a GradScaler, scale() compiles, and apply() with Adam and AdamW of gradscale.torch.optim "
+    "Of a GradScaler, scale() compiles, and apply() with the optimizers of gradscale.torch.optim "
     "(one or a list of them; parameters that are plain tensors, limits that are numbers, "
     "zero_grad=True, no closure). Everything else is a graph break: leave out fullgraph=True, or "
     "call it outside of the compiled function."

@@ -277,7 +277,7 @@ def test_parameters_may_be_laid_out_in_any_dense_way(kind: Any) -> None:
         with kernels.use("triton"):
             for _ in range(3):
                 scaler.backward(sum((w * w.detach().abs()).sum() for w in weights))
-                assert optimizer.look() is not None
+                assert optimizer.see() is not None
                 scaler.apply(optimizer)
         assert not last or not weights[0].is_contiguous()
         return weights

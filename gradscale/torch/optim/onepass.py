@@ -55,8 +55,8 @@ class OnePass(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._names: list[tuple[str, ...]] = []
         """What `_rows` said when it was made."""
-        self._looked = False
-        """Whether the plan is known to hold for the step that comes now."""
+        self._seen = False
+        """Whether the plan is known to have the gradients of the step that comes now."""
         self._told: set[str] = set()
 
     # What each optimizer says of itself.
@@ -86,11 +86,10 @@ class OnePass(torch.optim.Optimizer):
         """Steps, or, where a scaler says so, does not; what `closure` returned."""
         loss = None
         if closure is not None:
-            self._looked = False
+            self._seen = False
             with torch.enable_grad():
                 loss = closure()
-        plan = self._plan if self._looked else self._look()
-        self._looked = False
+        plan = self._look()
         if plan is None:
             with torch.no_grad():
                 self._step_by_torch()
@@ -100,7 +99,7 @@ class OnePass(torch.optim.Optimizer):
         return loss
 
     def step_unheard(self, divisor: Tensor, skip: Tensor) -> bool:
-        """Takes the step that `look()` was about; False, with nothing done, if `step()` must.
+        """Takes the step that `see()` was about; False, with nothing done, if `step()` must.
 
         The wrapper that torch puts around `step()` costs as much as the launch of a kernel.
         """
@@ -112,10 +111,12 @@ class OnePass(torch.optim.Optimizer):
             or not vars(self).keys().isdisjoint(_OURS_TO_CALL)
             or not _is_ours(type(self))  # type: ignore[arg-type]
         )
-        if heard or not self._looked or self._plan is None:
+        if heard or not self._seen:
             return False
-        self._looked = False
-        self._step_by_kernels(self._plan, divisor, skip)
+        plan = self._look()
+        if plan is None:
+            return False
+        self._step_by_kernels(plan, divisor, skip)
         return True
 
     def _step_by_kernels(self, plan: Plan, divisor: Tensor | None, skip: Tensor | None) -> None:
@@ -124,30 +125,31 @@ class OnePass(torch.optim.Optimizer):
             self._launch(self._told_to(members, divisor, skip), members.group)
         plan.note_written(watch=self._watches())
 
-    def look(self) -> Plan | None:
-        """What the next `step()` is made of; None if no kernel takes it.
+    def see(self) -> Plan | None:
+        """The plan whose gradients are those that there are now; None if there is none.
 
-        For a scaler that reads the gradients before, and steps at once.
+        For a scaler that reads the gradients first: whether the rest of the plan still holds is
+        looked at in the step, while the device reads. Hooks may do anything to it before that.
         """
-        plan = self._look()
-        # Hooks may do anything to parameters and gradients.
-        self._looked = plan is not None and not self._optimizer_step_pre_hooks
+        plan = self._plan
+        usable = plan is not None and kernels.take(plan.params[0].device)
+        if not usable or not plan.sees(self.param_groups):  # type: ignore[union-attr]
+            plan = self._look()
+        self._seen = plan is not None and not self._optimizer_step_pre_hooks
         return plan
 
-    def look_at(self) -> list[Tensor]:
-        """The parameters of the plan that `look()` gave."""
-        return [] if self._plan is None else self._plan.params
-
     def look_away(self) -> None:
-        """Ends what `look()` began, whether there was a step or not."""
-        self._looked = False
+        """Ends what `see()` began, whether there was a step or not."""
+        self._seen = False
 
     def _look(self) -> Plan | None:
         """What the kernels step; None, with a reason told once, if they do not."""
-        plan, groups = self._plan, self.param_groups
+        plan, groups, seen = self._plan, self.param_groups, self._seen
+        self._seen = False
         odd = next(filter(None, map(self._odd, groups)), None)
         if odd is None and plan is not None and self._names == self._rows(groups):
-            if kernels.take(plan.params[0].device) and plan.holds(groups, self.state):
+            there = kernels.take(plan.params[0].device) and (seen or plan.sees(groups))
+            if there and plan.stands(self.state):
                 if self._watches():
                     self._follow_edits(plan)
                 return plan

@@ -7,9 +7,10 @@ same as in the step before is the usual case, and then nothing is sent to the de
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 Groups = list[dict[str, Any]]
 _GRAD, _BYTES = attrgetter("grad"), attrgetter("nbytes")
-_END = object()
-"""Comes after the last of many, so that one too few or too many is noticed."""
 
 
 class Members:
@@ -46,8 +45,23 @@ class Members:
         """Rows of addresses: gradients, parameters, and the states called `names`."""
         self._places = places
         """Where they are among all parameters of the plan."""
-        self._fixed = [param.data_ptr() for param in params]
-        self._fixed += [state[name].data_ptr() for name in names for state in states]
+        self._pick = itemgetter(*names) if len(names) > 1 else partial(_picked, names)
+        self._held = list(self._states())
+        """The states, so that no other tensor comes to lie where one of them lies."""
+        self._addresses = list(map(Tensor.data_ptr, self._held))
+        rows = [self._addresses[row :: len(names)] for row in range(len(names))]
+        self._fixed = [*[param.data_ptr() for param in params], *chain.from_iterable(rows)]
+
+    def _states(self) -> Iterator[Tensor]:
+        """The states that the kernel takes, parameter by parameter."""
+        return chain.from_iterable(map(self._pick, self.states))
+
+    def stand(self) -> bool:
+        """Whether the states still lie where they lay."""
+        try:
+            return list(map(Tensor.data_ptr, self._states())) == self._addresses
+        except (KeyError, TypeError):  # one is gone, or is no tensor any more
+            return False
 
     def own(self, values: Tensor) -> Tensor:
         """Those of `values`, one for each parameter of the plan, that are for these."""
@@ -79,10 +93,7 @@ class Plan:
         chosen = set(map(id, params))
         self._idle = [p for each in self._lists for p in each if id(p) not in chosen]
         self._spots = kernels.spots_of_plain(params)
-        self._states = [state for some in members for state in some.states]
-        self._all_states = list(state.values())
-        self._held = [*chain.from_iterable(state.values() for state in self._states), _END]
-        self._addresses = list(map(Tensor.data_ptr, self._held[:-1]))
+        self._states = list(state.values())
         self._sizes: list[int] = []
         """Bytes of the gradients."""
         self._grads: Spots | None = None
@@ -111,8 +122,8 @@ class Plan:
             some.point_to(spots.addresses)
         return True
 
-    def holds(self, groups: Groups, state: dict[Any, dict[str, Any]]) -> bool:
-        """Whether all of it is still true, but perhaps for the addresses of gradients."""
+    def sees(self, groups: Groups) -> bool:
+        """Whether these are still the parameters with gradients; takes the addresses of those."""
         # By identity and in C, because Python takes half a microsecond for each of 161 parameters.
         if not _same(groups, self._groups):
             return False
@@ -121,16 +132,15 @@ class Plan:
                 return False
         if any(param.grad is not None for param in self._idle):
             return False
-        if not _same(state.values(), self._all_states):
-            return False
-        values = chain.from_iterable(map(dict.values, self._states))
-        if not all(map(is_, chain(values, (_END,)), self._held)):
-            return False
-        if list(map(Tensor.data_ptr, self._held[:-1])) != self._addresses:
-            return False
-        if kernels.spots_of_plain(self.params) != self._spots:
-            return False
         return self.point_to(list(map(_GRAD, self.params)))
+
+    def stands(self, state: dict[Any, dict[str, Any]]) -> bool:
+        """Whether the parameters and their states lie where they lay."""
+        if not _same(state.values(), self._states):
+            return False
+        if not all(some.stand() for some in self.members):
+            return False
+        return kernels.spots_of_plain(self.params) == self._spots
 
     def note_written(self, watch: bool) -> None:
         """Tells autograd that the parameters have changed: a kernel leaves no trace of it.
@@ -150,3 +160,8 @@ class Plan:
 def _same(some: Collection[Any], others: Collection[Any]) -> bool:
     """Whether both hold the very same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _picked(names: Sequence[str], state: dict[str, Any]) -> list[Any]:
+    """What `itemgetter` gives for two names or more."""
+    return [state[name] for name in names]
