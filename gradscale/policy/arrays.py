@@ -1,0 +1,98 @@
+"""The vocabulary of the rules: operations that numpy, torch, jax.numpy and keras.ops spell alike.
+
+`scalars` is the same vocabulary for plain Python numbers. Constants are made with the state's own
+type, because a bare Python float would promote it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from gradscale.formats import FLOAT32
+
+
+class _Scalars:
+    """The array operations that the rules use, for plain numbers kept at float32 precision."""
+
+    float32 = float
+    int32 = int
+
+    def full(self, shape: tuple[()], value: float, dtype: type) -> Any:
+        return float32(value) if dtype is float else int(value)
+
+    def full_like(self, like: Any, value: float, dtype: type | None = None) -> Any:
+        return self.full((), value, dtype or type(like))
+
+    def where(self, condition: bool, a: Any, b: Any) -> Any:
+        chosen = a if condition else b
+        return float32(chosen) if isinstance(chosen, float) else chosen
+
+    minimum = staticmethod(min)
+    maximum = staticmethod(max)
+
+    def log2(self, value: float) -> float:
+        return float32(math.log2(value))
+
+    def sqrt(self, value: float) -> float:
+        return float32(math.sqrt(value))
+
+
+def float32(value: float) -> float:
+    """The float32 number nearest to `value`: what an engine's scale would be."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+scalars = _Scalars()
+
+
+def new(xp: Any, like: Any, value: float) -> Any:
+    """A float32 or int32 constant, by the type of `value`."""
+    name = "float32" if isinstance(value, float) else "int32"
+    dtype = getattr(xp, name, name)  # keras.ops has no dtypes of its own and takes their names
+    return (
+        xp.full((), value, dtype=dtype) if like is None else xp.full_like(like, value, dtype=dtype)
+    )
+
+
+def room_below(factor: float) -> float:
+    """The largest float32 number whose product with `factor` is still a float32 number."""
+    factor = float32(factor)
+    room = float32(FLOAT32.max / factor)
+    return room if room * factor <= FLOAT32.max else float32(room * (1 - 2.0**-24))
+
+
+_BITS = (64, 32, 16, 8, 4, 2, 1)
+
+
+def log2_of(scale: Any, xp: Any, zero: Any) -> Any:
+    """The whole part of log2 of a normal float32 number, by comparisons alone, typed as `zero`.
+
+    Frameworks differ in the last bit of log2, and not all have frexp.
+    """
+    exponent, one = zero, xp.full_like(scale, 1.0)
+    # Times 1 where nothing is to be done: a product that is thrown away may overflow.
+    for _ in range(2):
+        small = scale < one
+        scale = scale * xp.where(small, xp.full_like(scale, 2.0**64), one)
+        exponent = xp.where(small, exponent - xp.full_like(zero, 64), exponent)
+    for bits in _BITS:
+        large = scale >= xp.full_like(scale, 2.0**bits)
+        scale = scale * xp.where(large, xp.full_like(scale, 2.0**-bits), one)
+        exponent = xp.where(large, exponent + xp.full_like(zero, bits), exponent)
+    return exponent
+
+
+def power_of_two(exponent: Any, xp: Any, one: Any) -> Any:
+    """2 to the whole part of a number from -126 to 127, exactly, as float32 like `one`."""
+    zero = xp.full_like(exponent, 0)
+    negative = exponent < zero
+    left, power = xp.where(negative, zero - exponent, exponent), one
+    half = xp.full_like(one, 0.5)
+    for bits in _BITS:
+        there = left >= xp.full_like(exponent, bits)
+        up, down = xp.full_like(one, 2.0**bits), xp.full_like(one, 2.0**-bits)
+        power = power * xp.where(there, xp.where(negative, down, up), one)
+        left = xp.where(there, left - xp.full_like(exponent, bits), left)
+    return power * xp.where(negative & (left > zero), half, one)

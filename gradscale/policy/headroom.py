@@ -1,0 +1,231 @@
+"""Placing the largest gradient a margin below the ceiling, from what the last steps have shown."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gradscale.errors import SettingError
+from gradscale.formats import format_named
+from gradscale.policy.arrays import log2_of, new, power_of_two, scalars
+from gradscale.policy.settings import (
+    MAX_SCALE,
+    MIN_SCALE,
+    as_count,
+    as_scale,
+    place_bounds,
+    settle,
+)
+from gradscale.policy.stats import GradStats, demand
+
+_REACH = 10
+"""Binades that a single step can be above the others and still be taken seriously."""
+_WIDEST = 12
+"""The most binades that overflows which nobody saw coming can add to the margin."""
+_CURABLE = 3
+"""Bad steps in a row after which the scale is no longer thought to be the reason."""
+_BLIND = 24
+"""Binades that a scale can be raised by if every gradient has vanished: float16 keeps what is above
+2**-25, so afterwards everything is below 1/2."""
+_LAST = 2**31 - 2
+
+
+class HeadroomState(NamedTuple):
+    """The state of `Headroom`. Exponents are those of frexp, of the largest unscaled gradient."""
+
+    scale: Any
+    """The loss is multiplied by this (float32)."""
+    last: Any
+    """The exponent one step ago; before there is any, the log2 of a scale that failed (int32)."""
+    before: Any
+    """The exponent two steps ago; before there is any, 1 if a scale has failed (int32)."""
+    peak: Any
+    """The largest exponent lately, in parts of a binade: `memory` of them make one (int32)."""
+    crest: Any
+    """The largest median lately, in the same parts (int32)."""
+    spread: Any
+    """Binades that were added to the margin because of overflows nobody saw coming (int32)."""
+    kept: Any
+    """What `spread` was before the bad steps that go on now (int32)."""
+    seen: Any
+    """Steps whose gradients told something, counted up to 1 (int32)."""
+    bad_steps: Any
+    """Consecutive steps that were not finite (int32)."""
+    calm: Any
+    """Finite steps since `spread` was moved last (int32)."""
+    patience: Any
+    """Finite steps in which a binade of `spread` is forgotten (int32)."""
+    rest: Any
+    """Steps since the scale was raised last (int32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headroom:
+    """Keep the largest gradient a margin of binades below the format's ceiling.
+
+    Every finite step shows the exponent of the largest gradient. The *level* is the median of the
+    last three, which one spike or one odd batch does not move. The highest exponent of the last
+    steps is the *peak*, the highest level the *crest*; both are forgotten at a binade in `memory`
+    steps. The scale that is wanted has
+
+        max(crest + spread, peak) + log2(scale) == exponent of the ceiling - margin
+
+    and the scale jumps there: down at once, and up as soon as that is two binades, but at most once
+    in `pause` steps. It is raised only into room that gradients have shown.
+
+    A step that is not finite although its gradients should have fitted shows that something else
+    overflows, such as the gradient of an activation, or a spike: `spread` becomes at least four
+    binades more than the scale had to spare, and twice what it was. One of them is forgotten in
+    `forget` finite steps, and in twice as many after every further such step. If the bad steps go
+    on, the scale falls by 4, 8, 16, 16, ... binades; if more than three were needed, it was not the
+    scale's fault, and all is as it was before them.
+
+    A step whose loss is not finite changes nothing; nor does one with `fits` false. Before anything
+    is known, the first bad step lowers the scale to at most 1 and the next one by 14 binades,
+    gradients that have all vanished raise it by 24, and after bad steps `spread` begins at four
+    binades, one of which is forgotten in an eighth of `forget` steps.
+
+    >>> policy = Headroom(init_scale=2.0**16)
+    >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
+    274877906944.0
+    >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
+    1.0
+    """
+
+    init_scale: float = 2.0**16
+    margin: int = 2
+    """Binades between the largest gradient and the ceiling."""
+    memory: int = 64
+    """Steps in which a binade of the peak is forgotten."""
+    forget: int = 500
+    """Finite steps in which a binade of `spread` is forgotten, the first time."""
+    pause: int = 16
+    """Steps between two raises of the scale, at the least."""
+    min_scale: float = MIN_SCALE
+    max_scale: float = MAX_SCALE
+    format: str = "float16"
+    """The narrowest format of the backward pass, whose ceiling is meant."""
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale"):
+            settle(self, name, as_scale(name, getattr(self, name), exact=True))
+        for name in ("margin", "memory", "forget", "pause"):
+            settle(self, name, as_count(name, getattr(self, name)))
+        for name, most in (("margin", 100), ("memory", 2**20)):
+            if getattr(self, name) > most:
+                raise SettingError(f"{name} must be at most {most}, got {getattr(self, name)}.")
+        format_named(self.format)
+        place_bounds(self)
+
+    @property
+    def ceiling(self) -> int:
+        """The frexp exponent of the format's largest finite number."""
+        return math.frexp(format_named(self.format).max)[1]
+
+    def init(self, xp: Any = scalars, like: Any = None) -> HeadroomState:
+        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
+        zero = new(xp, like, 0)
+        state = HeadroomState(new(xp, like, self.init_scale), *[zero] * 11)
+        early, pause = max(self.forget // 8, 1), self.pause
+        return state._replace(patience=new(xp, like, early), rest=new(xp, like, pause))
+
+    def update(self, state: HeadroomState, stats: GradStats, xp: Any = scalars) -> HeadroomState:
+        """The state after a step with these `stats`, which must have `amax` and `exponent`."""
+        demand(stats, "amax", "Headroom")
+        demand(stats, "exponent", "Headroom")
+        always = state.scale > 0
+        zero = xp.full_like(state.last, 0)
+
+        def whole(value: int) -> Any:
+            return xp.full_like(zero, value)
+
+        one, last = whole(1), whole(_LAST)
+        finite, fits = always & stats.finite, always & stats.fits
+        nonzero = always & (stats.amax > 0)
+        some, unseen = state.seen > zero, state.seen <= zero
+        hurt = state.bad_steps > zero
+        incurable = state.bad_steps > whole(_CURABLE)
+        shows = finite & nonzero
+        log2_scale = log2_of(state.scale, xp, zero)
+        # What is unheard of cannot come from gradients, and must not overflow the sums below.
+        exponent = zero + stats.exponent
+        exponent = xp.maximum(xp.minimum(exponent, whole(256)), whole(-256)) - log2_scale
+        room = whole(self.ceiling - self.margin)
+        parts = whole(self.memory)
+
+        # What is known after this step.
+        fresh = shows & (unseen | hurt)
+        first = xp.where(fresh, exponent, state.last)
+        second = xp.where(fresh, exponent, state.before)
+        low, high = xp.minimum(exponent, first), xp.maximum(exponent, first)
+        level = xp.maximum(low, xp.minimum(high, second))
+        top = (level + whole(_REACH)) * parts
+
+        def faded(known: Any, now: Any) -> Any:
+            """The largest of `known`, a part of a binade forgotten, and `now`."""
+            kept = xp.where(some, xp.minimum(known - one, top), now)
+            return xp.where(shows, xp.maximum(kept, now), known)
+
+        peak = faded(state.peak, xp.minimum(exponent * parts, top))
+        crest = faded(state.crest, level * parts)
+        above, ground = (zero - (zero - each) // parts for each in (peak, crest))
+
+        # Finite: the place that is wanted, and whether it is far enough to go there.
+        spread = xp.where(incurable, state.kept, state.spread)
+        # A scale has failed before anything was known; perhaps it should have been low enough.
+        failed = xp.maximum(room - exponent - state.last, zero)
+        doubt = xp.minimum(failed + whole(4), whole(_WIDEST))
+        spread = xp.where(shows & unseen & (state.before > zero), doubt, spread)
+        calm = xp.minimum(state.calm, last) + one
+        forgets = (calm >= state.patience) & (spread > zero)
+        spread = xp.where(forgets, spread - one, spread)
+        wanted = room - xp.maximum(ground + spread, above)
+        rested = (state.rest >= whole(self.pause)) | hurt | unseen
+        rises = (wanted >= log2_scale + whole(2)) & rested
+        falls = wanted < log2_scale
+        vanished = finite & (stats.amax <= 0)
+        moves = ((rises | falls) & shows) | (vanished & hurt & some & (wanted > log2_scale))
+        blind = vanished & unseen
+        wanted = xp.where(blind, log2_scale + whole(_BLIND), wanted)
+        good = xp.where(moves | blind, wanted, log2_scale)
+
+        # Not finite: further down every time, and by more than it seemed to need.
+        gap = room - ground - log2_scale
+        wider = xp.maximum(state.spread + state.spread, gap + whole(4))
+        wider = xp.minimum(xp.maximum(wider, whole(4)), whole(_WIDEST))
+        drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(4))
+        known = xp.minimum(room - xp.maximum(ground + wider, above), log2_scale - drop)
+        unknown = xp.minimum(log2_scale - whole(16), zero)
+        unknown = xp.where(log2_scale > zero, unknown, log2_scale - whole(14))
+        bad = xp.where(some, known, unknown)
+        wider = xp.where(some, wider, zero)
+        longer = xp.minimum(state.patience, whole(2**20)) * whole(2)
+        longer = xp.maximum(longer, whole(self.forget))
+        longer = xp.where(some & (state.bad_steps <= zero), longer, state.patience)
+
+        exponent_after = xp.where(finite, good, bad)
+        exponent_after = xp.minimum(xp.maximum(exponent_after, whole(-126)), whole(127))
+        scale = power_of_two(exponent_after, xp, xp.full_like(state.scale, 1.0))
+        scale = xp.where(exponent_after == log2_scale, state.scale, scale)
+        scale = xp.maximum(scale, xp.full_like(scale, self.min_scale))
+        scale = xp.minimum(scale, xp.full_like(scale, self.max_scale))
+        rose = scale > state.scale
+        after = HeadroomState(
+            scale=scale,
+            last=xp.where(shows, exponent, xp.where(finite | some, state.last, log2_scale)),
+            before=xp.where(shows, first, xp.where(finite | some, state.before, one)),
+            peak=peak,
+            crest=crest,
+            spread=xp.where(finite, spread, wider),
+            kept=xp.where(finite, spread, xp.where(hurt, state.kept, state.spread)),
+            seen=xp.where(shows, one, state.seen),
+            bad_steps=xp.where(finite, zero, xp.minimum(state.bad_steps, last) + one),
+            calm=xp.where(finite & (spread == state.spread), calm, zero),
+            patience=xp.where(finite, state.patience, longer),
+            rest=xp.where(rose, zero, xp.minimum(state.rest, last) + one),
+        )
+        takes = always & stats.loss_finite & xp.where(finite, fits, always)
+        return HeadroomState(
+            *(xp.where(takes, moved, held) for moved, held in zip(after, state, strict=True))
+        )

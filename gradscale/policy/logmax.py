@@ -1,0 +1,131 @@
+"""The scale from a normal distribution of the largest gradients' logarithms, as published."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gradscale.errors import SettingError
+from gradscale.formats import FLOAT32, format_named
+from gradscale.policy.arrays import log2_of, new, power_of_two, scalars
+from gradscale.policy.settings import (
+    MAX_SCALE,
+    MIN_SCALE,
+    as_factor,
+    as_scale,
+    place_bounds,
+    settle,
+)
+from gradscale.policy.stats import GradStats, demand
+
+
+class LogMaxState(NamedTuple):
+    """The state of `LogMax`. Logarithms are to the base 2, of the largest unscaled gradient."""
+
+    scale: Any
+    """The loss is multiplied by this (float32)."""
+    mean: Any
+    """The mean of the logarithms over about 100 steps (float32)."""
+    slow_mean: Any
+    """The mean over about 1,000 steps, around which the variance is taken (float32)."""
+    variance: Any
+    """Of the logarithms, over about 1,000 steps (float32)."""
+    weight: Any
+    """How much of `mean` has been observed, from 0 to 1 (float32)."""
+    slow_weight: Any
+    """The same for the other two (float32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogMax:
+    """Model the logarithm of the largest gradient as normal; leave a small chance of overflow.
+
+        x = log2(amax / scale)
+        scale = 2**floor(exponent of the ceiling - (mean of x + deviations * its deviation))
+
+    The rule of OpenSeq2Seq. Three things are mended: an overflow counts as an x that would just
+    overflow (not as 65536, which pins the scale at its floor for ten thousand steps), a gradient of
+    0 counts as nothing (not as minus infinity), and the ceiling is that of the format. It is a rule
+    of averages in float32, whose last bits, and so a scale at the edge of a binade, can differ from
+    one framework to another.
+
+    >>> policy = LogMax()
+    >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-10, exponent=-9)).scale
+    4398046511104.0
+    """
+
+    init_scale: float = 2.0**16
+    decay: float = 0.99
+    """Of the mean, at every step."""
+    slow_decay: float = 0.999
+    """Of the deviation, at every step."""
+    deviations: float = 3.09
+    """How many deviations above the mean must fit: 3.09 leaves a chance of 1 in 1,000."""
+    min_scale: float = MIN_SCALE
+    max_scale: float = MAX_SCALE
+    format: str = "float16"
+    """The narrowest format of the backward pass, whose ceiling is meant."""
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "min_scale", "max_scale"):
+            settle(self, name, as_scale(name, getattr(self, name), exact=True))
+        for name in ("decay", "slow_decay"):
+            settle(self, name, as_factor(name, getattr(self, name), 0.0, 1.0, exact=False))
+        largest = FLOAT32.max
+        given = as_factor("deviations", self.deviations, 0.0, largest, exact=False)
+        if given > 100:
+            raise SettingError(f"deviations must be at most 100, got {given}.")
+        settle(self, "deviations", given)
+        format_named(self.format)
+        place_bounds(self)
+
+    @property
+    def ceiling(self) -> int:
+        """The frexp exponent of the format's largest finite number."""
+        return math.frexp(format_named(self.format).max)[1]
+
+    def init(self, xp: Any = scalars, like: Any = None) -> LogMaxState:
+        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
+        return LogMaxState(new(xp, like, self.init_scale), *[new(xp, like, 0.0)] * 5)
+
+    def update(self, state: LogMaxState, stats: GradStats, xp: Any = scalars) -> LogMaxState:
+        """The state after a step with these `stats`, which must have `amax`."""
+        demand(stats, "amax", "LogMax")
+
+        def number(value: float) -> Any:
+            return xp.full_like(state.scale, value)
+
+        always = state.scale > 0
+        finite = always & stats.finite
+        shows = xp.where(finite, always & (stats.amax > 0), always)
+        one, zero = number(1.0), number(0.0)
+        log2_scale = log2_of(state.scale, xp, zero)
+        amax = xp.where(shows & finite, zero + stats.amax, one)
+        x = xp.where(finite, xp.log2(amax), number(self.ceiling + 1.0)) - log2_scale
+        # A long run of bad steps lowers the scale, and must not be taken for larger gradients.
+        most = state.mean + number(4.0)
+        x = xp.where(finite | (state.weight <= zero), x, xp.minimum(x, most))
+
+        def averaged(old: Any, seen: Any, decay: float, now: Any) -> tuple[Any, Any]:
+            """The average with `now` in it, corrected for having begun at nothing; its weight."""
+            weight = seen * number(decay) + number(1.0 - decay)
+            return old + (now - old) * (number(1.0 - decay) / weight), weight
+
+        mean, weight = averaged(state.mean, state.weight, self.decay, x)
+        off = x - state.slow_mean
+        slow_mean, slow_weight = averaged(state.slow_mean, state.slow_weight, self.slow_decay, x)
+        square = xp.where(state.slow_weight > zero, off * (x - slow_mean), zero)
+        variance, _ = averaged(state.variance, state.slow_weight, self.slow_decay, square)
+        deviation = xp.sqrt(xp.maximum(variance, zero))
+        wanted = number(self.ceiling) - (mean + number(self.deviations) * deviation)
+        wanted = xp.minimum(xp.maximum(wanted, number(-126.0)), number(127.0))
+        scale = power_of_two(wanted, xp, one)
+        scale = xp.where(finite, scale, xp.minimum(scale, state.scale * number(0.5)))
+        scale = xp.maximum(scale, number(self.min_scale))
+        scale = xp.minimum(scale, number(self.max_scale))
+        after = LogMaxState(scale, mean, slow_mean, variance, weight, slow_weight)
+        takes = always & stats.loss_finite & shows & xp.where(finite, always & stats.fits, always)
+        return LogMaxState(
+            *(xp.where(takes, moved, held) for moved, held in zip(after, state, strict=True))
+        )
