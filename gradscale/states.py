@@ -28,6 +28,10 @@ TORCH_KEYS = ("scale", *TORCH_SETTINGS, "_growth_tracker")
 _STILL = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 2000}
 
 
+_COUNTING = ("Off", "Static", "Dynamic")
+"""The policies whose states are a scale and counters."""
+
+
 class Saved(NamedTuple):
     """A checkpoint in plain numbers.
 
@@ -139,13 +143,13 @@ def _read_block(block: Any) -> Saved:
     return Saved(
         policy,
         {key: _setting(key, value) for key, value in settings.items()},
-        {key: _counter(key, value) for key, value in state.items()},
+        {key: _field(policy, key, value) for key, value in state.items()},
         {key: _counter(key, value) for key, value in counters.items()},
-        _losses(block.get("losses", ())),
+        _losses(policy, block.get("losses", ())),
     )
 
 
-def _losses(pairs: Any) -> tuple[tuple[int | str, dict[str, Any]], ...]:
+def _losses(policy: str, pairs: Any) -> tuple[tuple[int | str, dict[str, Any]], ...]:
     """The states of further losses."""
     if not isinstance(pairs, list | tuple):
         raise StateError(f"The state's losses must be a list of pairs, got {pairs!r}.")
@@ -162,7 +166,8 @@ def _losses(pairs: Any) -> tuple[tuple[int | str, dict[str, Any]], ...]:
         try:
             counters = dict(_dict("fields", fields))
             scale = _scale(counters.pop("scale", None))
-            losses[loss_id] = {"scale": scale, **{k: _counter(k, v) for k, v in counters.items()}}
+            rest = {key: _field(policy, key, value) for key, value in counters.items()}
+            losses[loss_id] = {"scale": scale, **rest}
         except StateError as error:
             raise StateError(f"The state's losses, id {loss_id!r}: {error}") from None
     return tuple(losses.items())
@@ -181,8 +186,8 @@ def _dict(key: str, value: Any) -> Mapping[str, Any]:
 
 
 def _setting(key: str, value: Any) -> Any:
-    """`value` as a plain number or bool; which ones will do is the policy's to say."""
-    if isinstance(value, bool):
+    """`value` as a plain number, bool or name; which ones will do is the policy's to say."""
+    if isinstance(value, bool) or (key == "format" and isinstance(value, str)):
         return value
     try:
         return operator.index(value)
@@ -206,6 +211,16 @@ def _scale(value: Any) -> float:
             f"The state's scale must be a finite number > 0, got {value!r}. Nothing was loaded: "
             "the run that saved it had lost its scale, so go on with a new scaler."
         )
+    return number
+
+
+def _field(policy: str, key: str, value: Any) -> float:
+    """`value` as a field of the state of `policy`: some have counters alone, some any number."""
+    if policy in _COUNTING:
+        return _counter(key, value)
+    number: float = math.nan if isinstance(value, bool) else _setting(key, value)
+    if not -(2**31) <= number < 2**31:
+        raise StateError(f"The state's {key} must be a number within int32, got {value!r}.")
     return number
 
 

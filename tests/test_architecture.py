@@ -64,9 +64,12 @@ RULES = {
         {"torch", "lightning", "accelerate", "transformers", "tensorboard", "wandb"},
     ),
     "report": Rule(FACTS | {"runlog", "__init__"}, {"plotly"}),
+    "simulate": Rule(FACTS | {"policy", "__init__"}, {"numpy"}),
     "demo": Rule(FACTS | {"policy", "__init__", "torch"}, {"torch", "matplotlib"}),
     "cli": Rule(
-        FACTS | {"policy", "report", "runlog", "__init__"}, {"typer", "rich"}, ENGINES | {"demo"}
+        FACTS | {"policy", "report", "runlog", "__init__"},
+        {"typer", "rich"},
+        ENGINES | {"demo", "simulate"},
     ),
 }
 

@@ -176,6 +176,49 @@ def demo_notes(traces: Sequence[Trace]) -> str:
 
 
 @app.command()
+def simulate(
+    histories: Annotated[
+        list[str] | None,
+        typer.Argument(help="Kinds that can be made up, or CSV files; all kinds if none is given."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A policy with settings that differ from its defaults, such as "
+            "'Headroom(margin=3)'; may be given several times."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a history that is made up.")] = 2000,
+    runs: Annotated[int, typer.Option(help="Histories of a kind that are made up.")] = 500,
+    seed: Annotated[int, typer.Option(help="Of the histories that are made up.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Drive policies through histories of gradients, made up or recorded, without a GPU.
+
+    Prints, for every history and policy, means over all runs.
+    """
+    try:
+        from gradscale.simulate import compare
+    except ImportError as error:
+        raise fail(f'simulate cannot start ({error}): pip install "gradscale[simulate]".') from None
+    try:
+        rows = compare.compare(histories or [], policy or [], steps, runs, seed)
+    except (SettingError, OSError) as error:
+        raise fail(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
+        return
+    console = Console(highlight=False)
+    table = Table(padding=(0, 0))
+    for heading in compare.HEADINGS:
+        table.add_column(heading, no_wrap=True, justify="left" if heading == "policy" else "right")
+    for row in rows:
+        table.add_row(*map(escape, compare.cells(row)))
+    console.print(table)
+    console.print(compare.NOTES, style="dim")
+
+
+@app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
 ) -> None:

@@ -23,6 +23,7 @@ FRAMEWORKS = ("torch", "jax", "keras", "triton")
 EXTRAS = {
     "torch": ("torch",),
     "cli": ("typer", "rich"),
+    "simulate": ("typer", "rich", "numpy"),
     "demo": ("torch", "typer", "rich", "matplotlib"),
     "report": ("plotly",),
 }

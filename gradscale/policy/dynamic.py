@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gradscale.formats import FLOAT32
 from gradscale.policy.arrays import new, room_below, scalars
@@ -67,6 +67,8 @@ class Dynamic:
     True
     """
 
+    goes_by: ClassVar[tuple[str, ...]] = ()
+    """What must be measured besides the flags."""
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gradscale.errors import SettingError
 from gradscale.formats import format_named
@@ -23,6 +23,10 @@ _REACH = 10
 """Binades that a single step can be above the others and still be taken seriously."""
 _WIDEST = 12
 """The most binades that overflows which nobody saw coming can add to the margin."""
+_RECENT = 64
+"""Finite steps after which an overflow that nobody saw coming is no longer part of the last one."""
+_LONG = 16
+"""How many times as long a raise by a single binade has to wait."""
 _CURABLE = 3
 """Bad steps in a row after which the scale is no longer thought to be the reason."""
 _BLIND = 24
@@ -37,9 +41,9 @@ class HeadroomState(NamedTuple):
     scale: Any
     """The loss is multiplied by this (float32)."""
     last: Any
-    """The exponent one step ago; before there is any, the log2 of a scale that failed (int32)."""
+    """The exponent one step ago; after bad steps, log2 of the scale that failed last (int32)."""
     before: Any
-    """The exponent two steps ago; before there is any, 1 if a scale has failed (int32)."""
+    """The exponent two steps ago (int32)."""
     peak: Any
     """The largest exponent lately, in parts of a binade: `memory` of them make one (int32)."""
     crest: Any
@@ -51,7 +55,7 @@ class HeadroomState(NamedTuple):
     seen: Any
     """Steps whose gradients told something, counted up to 1 (int32)."""
     bad_steps: Any
-    """Consecutive steps that were not finite (int32)."""
+    """Steps that were not finite since the last that showed something (int32)."""
     calm: Any
     """Finite steps since `spread` was moved last (int32)."""
     patience: Any
@@ -71,15 +75,17 @@ class Headroom:
 
         max(crest + spread, peak) + log2(scale) == exponent of the ceiling - margin
 
-    and the scale jumps there: down at once, and up as soon as that is two binades, but at most once
-    in `pause` steps. It is raised only into room that gradients have shown.
+    and the scale jumps there: down at once; up at most once in `pause` steps if it is two binades
+    or more, and once in 16 times as many if it is one. It is raised only into room that gradients
+    have shown.
 
     A step that is not finite although its gradients should have fitted shows that something else
-    overflows, such as the gradient of an activation, or a spike: `spread` becomes at least four
-    binades more than the scale had to spare, and twice what it was. One of them is forgotten in
-    `forget` finite steps, and in twice as many after every further such step. If the bad steps go
-    on, the scale falls by 4, 8, 16, 16, ... binades; if more than three were needed, it was not the
-    scale's fault, and all is as it was before them.
+    overflows, such as the gradient of an activation, or a spike: `spread` becomes two binades more
+    than the scale had to spare; four, and twice what it was, if it was widened lately or never. One
+    of them is forgotten in `forget` finite steps, and in twice as many after every further such
+    step. If the bad steps go on, the scale falls by 8, 16, 16, ... binades; if more than three were
+    needed, it was not the scale's fault, and if the next gradients are larger, it was theirs: then
+    `spread` is what it was before.
 
     A step whose loss is not finite changes nothing; nor does one with `fits` false. Before anything
     is known, the first bad step lowers the scale to at most 1 and the next one by 14 binades,
@@ -93,6 +99,8 @@ class Headroom:
     1.0
     """
 
+    goes_by: ClassVar[tuple[str, ...]] = ("amax", "exponent")
+    """What must be measured besides the flags."""
     init_scale: float = 2.0**16
     margin: int = 2
     """Binades between the largest gradient and the ceiling."""
@@ -112,7 +120,7 @@ class Headroom:
             settle(self, name, as_scale(name, getattr(self, name), exact=True))
         for name in ("margin", "memory", "forget", "pause"):
             settle(self, name, as_count(name, getattr(self, name)))
-        for name, most in (("margin", 100), ("memory", 2**20)):
+        for name, most in (("margin", 100), ("memory", 2**20), ("pause", 2**20)):
             if getattr(self, name) > most:
                 raise SettingError(f"{name} must be at most {most}, got {getattr(self, name)}.")
         format_named(self.format)
@@ -172,17 +180,21 @@ class Headroom:
         above, ground = (zero - (zero - each) // parts for each in (peak, crest))
 
         # Finite: the place that is wanted, and whether it is far enough to go there.
-        spread = xp.where(incurable, state.kept, state.spread)
-        # A scale has failed before anything was known; perhaps it should have been low enough.
-        failed = xp.maximum(room - exponent - state.last, zero)
-        doubt = xp.minimum(failed + whole(4), whole(_WIDEST))
-        spread = xp.where(shows & unseen & (state.before > zero), doubt, spread)
+        # How much room the scale that failed last should have had, as it looks now. If these
+        # gradients would have overflowed as well, they explain it all: they have grown.
+        spare = room - exponent - state.last
+        explained = shows & hurt & some & (spare < whole(-self.margin))
+        spread = xp.where(incurable | explained, state.kept, state.spread)
+        doubt = xp.minimum(xp.maximum(spare, zero) + whole(4), whole(_WIDEST))
+        spread = xp.where(shows & hurt & unseen, doubt, spread)
         calm = xp.minimum(state.calm, last) + one
         forgets = (calm >= state.patience) & (spread > zero)
         spread = xp.where(forgets, spread - one, spread)
         wanted = room - xp.maximum(ground + spread, above)
         rested = (state.rest >= whole(self.pause)) | hurt | unseen
+        long_rested = state.rest >= whole(_LONG * self.pause)
         rises = (wanted >= log2_scale + whole(2)) & rested
+        rises = rises | ((wanted > log2_scale) & long_rested)
         falls = wanted < log2_scale
         vanished = finite & (stats.amax <= 0)
         moves = ((rises | falls) & shows) | (vanished & hurt & some & (wanted > log2_scale))
@@ -192,9 +204,12 @@ class Headroom:
 
         # Not finite: further down every time, and by more than it seemed to need.
         gap = room - ground - log2_scale
-        wider = xp.maximum(state.spread + state.spread, gap + whole(4))
-        wider = xp.minimum(xp.maximum(wider, whole(4)), whole(_WIDEST))
-        drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(4))
+        recent = state.calm < whole(_RECENT)
+        again = xp.where(recent, state.spread + state.spread, zero)
+        more = xp.where(recent, whole(4), whole(2))
+        wider = xp.maximum(xp.maximum(gap, zero) + more, again)
+        wider = xp.minimum(xp.maximum(wider, state.spread), whole(_WIDEST))
+        drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(2))
         known = xp.minimum(room - xp.maximum(ground + wider, above), log2_scale - drop)
         unknown = xp.minimum(log2_scale - whole(16), zero)
         unknown = xp.where(log2_scale > zero, unknown, log2_scale - whole(14))
@@ -211,16 +226,17 @@ class Headroom:
         scale = xp.maximum(scale, xp.full_like(scale, self.min_scale))
         scale = xp.minimum(scale, xp.full_like(scale, self.max_scale))
         rose = scale > state.scale
+        worse = xp.minimum(state.bad_steps, last) + one
         after = HeadroomState(
             scale=scale,
-            last=xp.where(shows, exponent, xp.where(finite | some, state.last, log2_scale)),
-            before=xp.where(shows, first, xp.where(finite | some, state.before, one)),
+            last=xp.where(shows, exponent, xp.where(finite, state.last, log2_scale)),
+            before=xp.where(shows, first, state.before),
             peak=peak,
             crest=crest,
             spread=xp.where(finite, spread, wider),
             kept=xp.where(finite, spread, xp.where(hurt, state.kept, state.spread)),
             seen=xp.where(shows, one, state.seen),
-            bad_steps=xp.where(finite, zero, xp.minimum(state.bad_steps, last) + one),
+            bad_steps=xp.where(finite, xp.where(shows, zero, state.bad_steps), worse),
             calm=xp.where(finite & (spread == state.spread), calm, zero),
             patience=xp.where(finite, state.patience, longer),
             rest=xp.where(rose, zero, xp.minimum(state.rest, last) + one),

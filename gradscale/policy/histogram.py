@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gradscale.formats import format_named
 from gradscale.policy.arrays import new, scalars
@@ -27,7 +27,7 @@ class HistogramState(NamedTuple):
 
     scale: Any
     """The loss is multiplied by this (float32)."""
-    good_steps: Any
+    clear_steps: Any
     """Consecutive steps on which the scale could have been raised (int32)."""
 
 
@@ -37,24 +37,26 @@ class Histogram:
 
         if not finite or upper > threshold:
             scale = max(scale / 2, min_scale)
-        elif 2 * amax < max / 8 for growth_interval steps in a row:
+        elif 2 * amax < max / 8 for interval steps in a row:
             scale = min(scale * 2, max_scale)
 
     where `upper` is the share of the elements above an eighth of the format's largest number. The
     rule of PopART. Two things are mended: it holds the scale still where the published one doubles
     and halves for ever, and it hears of steps that are not finite.
 
-    >>> policy = Histogram(growth_interval=1)
+    >>> policy = Histogram(interval=1)
     >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0, upper=0.01)).scale
     32768.0
     >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0, upper=0.0)).scale
     131072.0
     """
 
+    goes_by: ClassVar[tuple[str, ...]] = ("amax", "upper")
+    """What must be measured besides the flags."""
     init_scale: float = 2.0**16
     threshold: float = 1e-7
     """The share of the elements that may be above the edge."""
-    growth_interval: int = 50
+    interval: int = 50
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
@@ -64,7 +66,7 @@ class Histogram:
         for name in ("init_scale", "min_scale", "max_scale"):
             settle(self, name, as_scale(name, getattr(self, name), exact=True))
         settle(self, "threshold", as_factor("threshold", self.threshold, 0.0, 1.0, exact=False))
-        settle(self, "growth_interval", as_count("growth_interval", self.growth_interval))
+        settle(self, "interval", as_count("interval", self.interval))
         format_named(self.format)
         place_bounds(self)
 
@@ -82,22 +84,22 @@ class Histogram:
 
         always = state.scale > 0
         finite, loss_finite = always & stats.finite, always & stats.loss_finite
-        zero, one = xp.full_like(state.good_steps, 0), xp.full_like(state.good_steps, 1)
+        zero, one = xp.full_like(state.clear_steps, 0), xp.full_like(state.clear_steps, 1)
         half_edge = number(format_named(self.format).max * (EDGE / 2))
         crowded = number(0.0) + stats.upper > number(self.threshold)
         empty = xp.where(finite, number(0.0) + stats.amax, half_edge) < half_edge
         lower = xp.where(finite, crowded, always)
         clear = finite & empty & xp.where(lower, state.scale <= 0, always)
-        good_steps = xp.where(
-            clear, xp.minimum(state.good_steps, xp.full_like(zero, 2**31 - 2)) + one, zero
+        clear_steps = xp.where(
+            clear, xp.minimum(state.clear_steps, xp.full_like(zero, 2**31 - 2)) + one, zero
         )
-        grow = good_steps >= xp.full_like(zero, self.growth_interval)
+        grow = clear_steps >= xp.full_like(zero, self.interval)
         lowered = xp.maximum(state.scale * number(0.5), number(self.min_scale))
         raised = xp.minimum(state.scale, number(2.0**126)) * number(2.0)
         raised = xp.minimum(raised, number(self.max_scale))
         after = HistogramState(
             xp.where(lower, lowered, xp.where(grow, raised, state.scale)),
-            xp.where(grow, zero, good_steps),
+            xp.where(grow, zero, clear_steps),
         )
         takes = loss_finite & xp.where(finite, always & stats.fits, always)
         return HistogramState(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gradscale.errors import SettingError
 from gradscale.formats import FLOAT32, format_named
@@ -55,6 +55,8 @@ class LogMax:
     4398046511104.0
     """
 
+    goes_by: ClassVar[tuple[str, ...]] = ("amax",)
+    """What must be measured besides the flags."""
     init_scale: float = 2.0**16
     decay: float = 0.99
     """Of the mean, at every step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gradscale.policy.arrays import new, scalars
 from gradscale.policy.settings import as_flag, as_scale, settle
@@ -24,6 +24,9 @@ class Off:
     >>> Off().update(Off().init(), GradStats(finite=False))
     ScaleState(scale=1.0)
     """
+
+    goes_by: ClassVar[tuple[str, ...]] = ()
+    """What must be measured besides the flags."""
 
     @property
     def init_scale(self) -> float:
@@ -47,6 +50,8 @@ class Static:
     ScaleState(scale=1024.0)
     """
 
+    goes_by: ClassVar[tuple[str, ...]] = ()
+    """What must be measured besides the flags."""
     init_scale: float
     exact: bool = True
     """Whether the scale must be a power of two, so that unscaling is exact."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
+from gradscale.policy.histogram import EDGE
 from gradscale.torch import compiled
 from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, Names, culprits
@@ -33,6 +34,7 @@ from gradscale.torch.unscale import (
     read,
     read_norm,
     readable,
+    share_above,
     underflow,
     unscale,
     values_of,
@@ -114,7 +116,8 @@ class Checking(Scaling):
         values = gradients_of(fresh)
         if measure:
             self._measure_underflow([optimizer], values, window)
-        self._record(optimizer, unscale(values, window.inv_scale), OptState.UNSCALED)
+        reading = unscale(values, window.inv_scale, amax=self._goes_by_amax())
+        self._record(optimizer, reading, OptState.UNSCALED)
         if other:
             one = torch.ones_like(window.scale)
             for param, mark in other:
@@ -159,6 +162,31 @@ class Checking(Scaling):
             share = underflow(values, self._format.smallest_normal, window.scale)
             for optimizer in optimizers:
                 self._measured[id(optimizer)].underflow = share
+        if "upper" in self._policy.goes_by:
+            there = {id(p): p for one in optimizers for p in params_with_grad(one)}
+            edge = self._format.max * EDGE
+            for optimizer in optimizers:
+                self._measured[id(optimizer)].upper = share_above(
+                    values_of(there.values()), edge, window.scale
+                )
+
+    def _goes_by_amax(self) -> bool:
+        """Whether the policy must be told the largest magnitude."""
+        return "amax" in self._policy.goes_by
+
+    def _sizes(self, window: Window | None) -> dict[str, Tensor]:
+        """What the policy goes by besides flags, of all gradients of this iteration together."""
+        if not self._policy.goes_by:
+            return {}
+        scale = self._live("update()").scale
+        found = [m for m in self._measured.values() if m.amax is not None]
+        if not found:
+            return self._sizes_of(torch.zeros_like(scale))
+        amax = torch.stack([move(one.amax, scale.device) for one in found]).amax()  # type: ignore[arg-type]
+        if window is not None:  # the scale that they have may not be the one that moves
+            amax = amax * (scale / move(window.scale, scale.device))
+        upper = [move(one.upper, scale.device) for one in found if one.upper is not None]
+        return self._sizes_of(amax, torch.stack(upper).amax() if upper else None)
 
     def _underflow_is_due(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether this step of `optimizers` should measure what underflows; counts it."""
@@ -230,7 +258,7 @@ class Checking(Scaling):
         values = gradients_of(params)
         if stage is OptState.READY:
             self._measure_underflow([optimizer], values, window)
-        reading, norm = read_norm(values, inv_scale, max_norm)
+        reading, norm = read_norm(values, inv_scale, max_norm, amax=self._goes_by_amax())
         if stage is OptState.READY:
             self._record(optimizer, reading, OptState.UNSCALED)
         else:

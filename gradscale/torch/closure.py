@@ -99,7 +99,8 @@ class ClosureStep:
             what = "nothing" if loss is None else "the scaled loss"
             raise CallOrderError(f"The closure returned {what}. Return the loss itself, unscaled.")
         self._evaluations += 1
-        self.reading = unscale(values_of(params_with_grad(optimizer)), window.inv_scale)
+        values = values_of(params_with_grad(optimizer))
+        self.reading = unscale(values, window.inv_scale, amax=scaler._goes_by_amax())
         found = any(map(bool, self.reading.found_inf.values()))
         # A loss with a scale of its own that overflowed has left zeros behind.
         found |= any(not own.finite for own in window.losses.values() if own.reaches(optimizer))

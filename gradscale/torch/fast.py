@@ -21,7 +21,8 @@ from gradscale.policy import Dynamic, Off, Static
 from gradscale.torch import kernels
 from gradscale.torch.contract import is_capable, step_on_device, writes_back
 from gradscale.torch.events import Move, Record
-from gradscale.torch.keeper import LOSS_PERIOD, LOSSES, PATIENT_LOSSES, STEPS
+from gradscale.torch.keeper import LOSSES, STEPS
+from gradscale.torch.moving import LOSS_PERIOD, PATIENT_LOSSES
 from gradscale.torch.optim.onepass import OnePass
 from gradscale.torch.outcome import (
     DIVISOR,

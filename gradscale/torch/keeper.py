@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,27 +20,24 @@ from torch.optim import Optimizer
 from gradscale import states
 from gradscale.errors import CallOrderError, SettingError, StateError, caller_level
 from gradscale.policy import (
+    MAX_SCALE,
+    MIN_SCALE,
     POLICIES,
     DefaultBound,
     Dynamic,
     DynamicState,
-    GradStats,
     Off,
     Policy,
     State,
+    Static,
 )
-from gradscale.torch import compiled, kernels
-from gradscale.torch.events import Move
+from gradscale.torch import compiled
 from gradscale.torch.unscale import move
 from gradscale.torch.window import Window
 
 LOSSES, STEPS = "bad_losses", "steps"
 _COUNTERS = (LOSSES, STEPS)
 """What is counted besides the policy's state: windows in a row with a bad loss; `update()`s."""
-# A non-finite loss says nothing about the scale, unless it is non-finite *because of* the scale (a
-# penalty computed from scaled gradients by hand). So after many in a row, one in a few counts as an
-# overflow after all.
-PATIENT_LOSSES, LOSS_PERIOD = 32, 8
 
 
 def _setting(name: str, still: float) -> Any:
@@ -206,80 +203,22 @@ class ScaleKeeper(torch.amp.GradScaler):
                 return
             new_scale = new_scale.item()
         # The constructor knows the rules: a default bound gives way here as it does there.
-        policy = self._policy if isinstance(self._policy, Dynamic) else Dynamic()
+        policy = self._policy
+        low, high = self._bounds()
         try:
-            checked = dataclasses.replace(policy, init_scale=new_scale, exact=False)
+            if isinstance(policy, Dynamic):
+                checked = dataclasses.replace(policy, init_scale=new_scale, exact=False)
+            else:
+                checked = Dynamic(init_scale=new_scale, min_scale=low, max_scale=high, exact=False)
         except SettingError as error:
             raise SettingError(f"update({new_scale!r}): {error}") from None
-        if policy is self._policy:
+        if isinstance(policy, Dynamic):
             self._policy = dataclasses.replace(checked, init_scale=policy.init_scale)
         scale.fill_(checked.init_scale)
 
     def _bounds(self) -> tuple[float, float]:
-        policy = self._policy if isinstance(self._policy, Dynamic) else Dynamic()
-        return policy.min_scale, policy.max_scale
-
-    # Moving.
-
-    def _move(self, finite: Tensor, fits: Tensor, window: Window | None) -> Iterator[Move]:
-        """Tells the policy what the gradients of `window` were like, and takes its answers."""
-        live = self._live("update()")
-        loss_finite: Tensor | bool = True
-        news = None
-        if window is not None:
-            if window.penalty_finite is not None:
-                finite = finite & window.penalty_finite
-            if window.finite is None or window.captured:
-                loss_finite = self._loss_finite(window)
-            else:
-                # A further update() for the same backward passes: only an overflow that is news
-                # counts.
-                news = window.finite & ~finite
-                if window.loss_finite is not None:
-                    news = news & window.loss_finite
-                finite = finite & window.finite
-            window.finite = finite
-            if window.blank is not None:
-                news = ~window.blank if news is None else news & ~window.blank
-            if window.own_passes and window.own_passes == window.begun:
-                # Loss 0 took no part, so its scale, which the gradients have now, can be found too
-                # high but not good enough to grow.
-                news = ~finite if news is None else news & ~finite
-        stats = GradStats(finite=finite, loss_finite=loss_finite, fits=fits)
-        yield self._update(0, live, stats, news)
-        yield from self._move_losses(window)
-
-    def _move_losses(self, window: Window | None) -> Iterator[Move]:
-        """Tells the policy of the losses with a scale of their own."""
-        for loss_id, own in window.take_losses() if window is not None else ():
-            stats = GradStats(finite=own.finite, loss_finite=own.loss_finite)
-            yield self._update(loss_id, self._loss_state(loss_id), stats)
-
-    def _update(
-        self, loss_id: int | str, live: State, stats: GradStats, news: Tensor | None = None
-    ) -> Move:
-        """Moves a state in place, only where there is `news`."""
-        before = live.scale.clone()
-        if news is None and type(self._policy) is Dynamic and kernels.take(before.device):
-            told = stats.loss_finite
-            losses = told if isinstance(told, Tensor) else None
-            kernels.writing().update(self._policy, live, stats.finite, losses)
-        else:
-            moved = self._policy.update(live, stats, torch)  # type: ignore[arg-type]
-            for value, new in zip(live, moved, strict=True):
-                value.copy_(new if news is None else torch.where(news, new, value))
-        return Move(loss_id, before, live.scale.clone(), getattr(self._policy, "min_scale", 0.0))
-
-    def _loss_finite(self, window: Window) -> Tensor | bool:
-        """bool: whether the losses of `window` were finite, as the policy is told."""
-        if window.loss_finite is None:
-            return True
-        finite, count = window.loss_finite, self._counters[LOSSES]
-        if window.penalty_finite is not None:
-            finite = finite | ~window.penalty_finite  # non-finite through the scale: it is to blame
-        count.copy_(torch.where(finite, torch.zeros_like(count), count + 1))
-        over = count - PATIENT_LOSSES
-        return finite | ((over > 0) & (over % LOSS_PERIOD == 0))
+        low = getattr(self._policy, "min_scale", MIN_SCALE)
+        return low, getattr(self._policy, "max_scale", MAX_SCALE)
 
     # Checkpoints.
 
@@ -306,8 +245,8 @@ class ScaleKeeper(torch.amp.GradScaler):
         if self._state is None:
             return self._initial, self._init_counters, self._initial_losses
         counters = {name: int(count) for name, count in self._counters.items()}
-        losses = {key: _plain(state) for key, state in self._losses.items()}
-        return _plain(self._state), counters, losses
+        losses = {key: plain(state) for key, state in self._losses.items()}
+        return plain(self._state), counters, losses
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
         """Takes over a checkpoint; a StateError if it cannot be read."""
@@ -400,7 +339,7 @@ def _on_device(values: Iterable[float | int], device: torch.device) -> Any:
     return getattr(values, "_make", tuple)(tensors)
 
 
-def _plain(state: State) -> State:
+def plain(state: State) -> State:
     """`state` in plain numbers. Waits for the device."""
     return type(state)(*(value.item() for value in state))
 
@@ -413,9 +352,14 @@ def _taken(fields: Mapping[str, Any], policy: Policy, strict: bool) -> State:
     if strict and set(first._fields) != set(fields):
         odd = ", ".join(sorted(set(first._fields) ^ set(fields)))
         raise StateError(f"The state of {type(policy).__name__} lacks or does not know: {odd}.")
-    state = first._replace(**{k: v for k, v in fields.items() if k in first._fields})
+    known = {name: value for name, value in fields.items() if name in first._fields}
+    for name, value in known.items():
+        if isinstance(getattr(first, name), int) and not isinstance(value, int):
+            raise StateError(f"The state's {name} must be a whole number, got {value!r}.")
+        known[name] = type(getattr(first, name))(value)
+    state = first._replace(**known)
     scale = float(state.scale)
-    if isinstance(policy, Dynamic):
+    if not isinstance(policy, Static):
         scale = min(max(scale, policy.min_scale), policy.max_scale)
     if scale != state.scale:
         warnings.warn(

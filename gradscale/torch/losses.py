@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.unscale import (
+    Reading,
     clear,
     count_bad,
     move,
@@ -41,6 +42,8 @@ class OwnLoss:
         """bool: every gradient that it made was finite."""
         self.loss_finite = yes
         """bool: it was finite itself."""
+        self.amax = torch.zeros_like(scale)
+        """float32: the largest magnitude of its scaled gradients."""
         self.passes = 0
         """How many backward passes it has had."""
         self.bad: dict[int, tuple[int, int]] = {}
@@ -54,12 +57,14 @@ class OwnLoss:
         flag = torch.isfinite(loss.detach()).all()
         self.loss_finite = self.loss_finite & move(flag, self.scale.device)
 
-    def note(self, params: Iterable[Tensor], found_inf: Iterable[Tensor]) -> None:
-        """Remembers whose gradients it made, and whether they were finite."""
+    def note(self, params: Iterable[Tensor], reading: Reading) -> None:
+        """Remembers whose gradients it made, and what they were like."""
         self.passes += 1
         there = list(params)
         self._params.update(map(id, there))
-        for flag in found_inf:
+        if reading.amax is not None:
+            self.amax = torch.maximum(self.amax, move(reading.amax, self.amax.device))
+        for flag in reading.found_inf.values():
             self.finite = self.finite & (move(flag, self.scale.device) == 0)
         if readable(self.finite) and not self.finite and not self.bad:
             self.bad = count_bad(there)
@@ -102,7 +107,7 @@ def backward_alone(
     window.blank = None
     made = [leaf for leaf in leaves if leaf.grad is not None]
     values = values_of(made)
-    own.note(made, read(values, torch.ones_like(own.scale)).found_inf.values())
+    own.note(made, read(values, torch.ones_like(own.scale)))
     multiply(values, window.scale / own.scale)
     clear(values, ~own.finite)
     for leaf, grad, copy in before:

@@ -260,6 +260,8 @@ class Measured:
     amax: Tensor | None = None
     grad_norm: Tensor | None = None
     underflow: Tensor | None = None
+    upper: Tensor | None = None
+    """float32: the share of the elements near the ceiling."""
     peaks: Peaks = field(default_factory=dict)
     """The largest magnitudes of the scaled gradients, where they were not looked at one by one."""
     counts: Peaks = field(default_factory=dict)

@@ -147,7 +147,8 @@ class GradScaler(Applying):
             if found:
                 finite = ~torch.stack([self._found(flags) for flags in found]).any()
                 fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()
-                moves = list(self._move(finite, fits, self._pending()))
+                window = self._pending()
+                moves = list(self._move(finite, fits, window, self._sizes(window)))
         steps, last = self._counters[STEPS], self._pending()
         blank = None if last is None else last.blank
         steps += 1 if blank is None else ~blank

@@ -19,12 +19,13 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, caller_level
-from gradscale.policy import Dynamic, State
+from gradscale.policy import State
 from gradscale.torch import compiled
 from gradscale.torch.beside import Beside
-from gradscale.torch.keeper import ScaleKeeper, check_loss_id
+from gradscale.torch.keeper import check_loss_id
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import backward_alone
+from gradscale.torch.moving import Moving
 from gradscale.torch.outcome import Measured, StepOutcome
 from gradscale.torch.ties import ScalerTie
 from gradscale.torch.unscale import clear, params_with_grad, readable, times, values_of
@@ -55,7 +56,7 @@ NOT_SAVED = (
 _HALF_LOSS_SCALE = 2.0**15
 
 
-class Scaling(ScaleKeeper):
+class Scaling(Moving):
     """Losses times the scale, gradients divided by it."""
 
     _warned_half: bool
@@ -224,9 +225,10 @@ class Scaling(ScaleKeeper):
             scale = state.scale.clone()
             if half:
                 scale.clamp_(max=_HALF_LOSS_SCALE)
-                if isinstance(self._policy, Dynamic):
+                low = getattr(self._policy, "min_scale", None)
+                if low is not None:
                     # Else it would grow on and on, and take as long to come back.
-                    state.scale.clamp_(max=max(_HALF_LOSS_SCALE, self._policy.min_scale))
+                    state.scale.clamp_(max=max(_HALF_LOSS_SCALE, low))
             before = {} if last is None else last.leftovers()
             self._window = Window(scale, before, capturing())
         return self._window

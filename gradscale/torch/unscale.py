@@ -163,12 +163,15 @@ def _survey(values: Values, inv_scale: Tensor) -> tuple[Reading, Tensor]:
 
 
 @torch.no_grad()
-def unscale(values: Gradients, inv_scale: Tensor) -> Reading:
-    """Multiplies `values` by `inv_scale` in place; what `read` would have said of them before."""
+def unscale(values: Gradients, inv_scale: Tensor, amax: bool = False) -> Reading:
+    """Multiplies `values` by `inv_scale` in place; what `read` would have said of them before.
+
+    The largest magnitude is there if `amax` asks for it, or if it costs nothing.
+    """
     values = kernels.placed(values)
     if isinstance(values, kernels.Place):
         return _read_by_kernel(values, inv_scale, unscale=True)[0]
-    if not readable(inv_scale) or float(inv_scale) > 1:
+    if amax or not readable(inv_scale) or float(inv_scale) > 1:
         reading = read(values, inv_scale)
         multiply(values, inv_scale)
         return reading
@@ -222,12 +225,13 @@ def clear(values: Values, where: Tensor) -> None:
 
 @torch.no_grad()
 def read_norm(
-    values: Gradients, inv_scale: Tensor, max_norm: float = math.inf
+    values: Gradients, inv_scale: Tensor, max_norm: float = math.inf, amax: bool = False
 ) -> tuple[Reading, Norm]:
-    """What `read` says, perhaps without the largest magnitude, and the norm."""
+    """What `read` says, and the norm; the largest magnitude as in `unscale`."""
     one = torch.ones_like(inv_scale)
     if (
-        not isinstance(values, kernels.Place)
+        not amax
+        and not isinstance(values, kernels.Place)
         and all(device.type == "cpu" for device, _ in values)
         and readable(inv_scale)
     ):
@@ -282,6 +286,17 @@ def underflow(values: Gradients, smallest_normal: float, like: Tensor) -> Tensor
             below += move(small.count_nonzero(), like.device)
             nonzero += move(value.count_nonzero(), like.device)
     return below.float() / nonzero.clamp(min=1).float()
+
+
+@torch.no_grad()
+def share_above(values: Values, edge: float, like: Tensor) -> Tensor:
+    """The share of `values` above `edge`, as float32 where `like` is."""
+    above, total = torch.zeros_like(like, dtype=torch.int64), 0
+    for group in values.values():
+        for value in group:
+            above += move((value.abs() > edge).count_nonzero(), like.device)
+            total += value.numel()
+    return above.float() / max(total, 1)
 
 
 @torch.no_grad()

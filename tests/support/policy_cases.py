@@ -67,7 +67,7 @@ POLICIES: dict[str, Policy] = {
         max_scale=2.0**40, format="float8_e5m2",
     ),
     "Histogram": Histogram(
-        init_scale=2.0**9, threshold=0.01, growth_interval=2, min_scale=2.0**-9,
+        init_scale=2.0**9, threshold=0.01, interval=2, min_scale=2.0**-9,
         max_scale=2.0**40, format="bfloat16",
     ),
 }  # fmt: skip

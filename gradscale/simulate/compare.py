@@ -1,0 +1,112 @@
+"""Several policies on several histories, as rows of a table."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradscale.errors import SettingError
+from gradscale.policy import POLICIES, Policy
+from gradscale.simulate.histories import KINDS, History, made_up, recorded
+from gradscale.simulate.walk import walk
+
+HEADINGS = ("history", "policy", "skipped", "wasted", "moves", "underflow", "scale", "M/s")
+NOTES = (
+    "skipped: of 1,000 steps, those that were not applied although their loss was finite. wasted: "
+    "those among the first 20, or before the first applied one. moves: of the scale, in 1,000 "
+    "steps. underflow: of the elements, the share below the smallest normal float16 number, for "
+    "gradients whose logarithms are logistic with scale 1.2. scale: log2, the mean over all steps. "
+    "M/s: million steps of the policy in a second."
+)
+DEFAULT = ("Dynamic()", "Headroom()", "LogMax()", "Histogram()")
+
+
+class Row(NamedTuple):
+    """Means over all runs of one history under one policy."""
+
+    history: str
+    policy: str
+    skipped: float
+    wasted: float
+    moves: float
+    underflow: float
+    log2_scale: float
+    steps_per_second: float
+
+
+def compare(
+    histories: Sequence[str], policies: Sequence[str], steps: int, runs: int, seed: int
+) -> list[Row]:
+    """A row for every history, by its kind or its file, and every policy, as it would be typed."""
+    rules = [(text, parse(text)) for text in policies or DEFAULT]
+    rows = []
+    for name in histories or list(KINDS):
+        history = _history(name, steps, runs, seed)
+        rows += [_row(name, history, text, rule) for text, rule in rules]
+    return rows
+
+
+def parse(text: str) -> Policy:
+    """The policy that `text` builds: a name, and settings that are numbers or strings.
+
+    >>> parse("Headroom(margin=3)").margin
+    3
+    """
+    try:
+        call: Any = ast.parse(text.strip(), mode="eval").body
+        call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
+        settings = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        if call.args or None in settings:
+            raise ValueError
+        return POLICIES[call.func.id](**settings)
+    except SettingError:
+        raise
+    except (SyntaxError, ValueError, KeyError, AttributeError, TypeError):
+        raise SettingError(
+            f"policy must be one of {', '.join(POLICIES)} with settings by name, such as "
+            f"Headroom(margin=3), got {text!r}."
+        ) from None
+
+
+def _history(name: str, steps: int, runs: int, seed: int) -> History:
+    """A history that is made up, or else read from a file."""
+    if name in KINDS or not Path(name).exists():
+        return made_up(name, steps, runs, seed)
+    return recorded(Path(name))
+
+
+def _row(name: str, history: History, text: str, policy: Policy) -> Row:
+    """The row of one walk."""
+    begin = time.perf_counter()
+    report = walk(policy, history)
+    taken = time.perf_counter() - begin
+    steps = len(history.amax)
+    return Row(
+        history=name,
+        policy=text,
+        skipped=float(np.mean(report.skipped)) / steps,
+        wasted=float(np.mean(report.wasted)),
+        moves=float(np.mean(report.moves)) / steps,
+        underflow=float(np.mean(report.underflow)),
+        log2_scale=float(np.mean(report.scales)),
+        steps_per_second=history.amax.size / taken,
+    )
+
+
+def cells(row: Row) -> list[str]:
+    """`row` as the table shows it."""
+    return [
+        row.history,
+        row.policy,
+        f"{row.skipped * 1000:.2f}",
+        f"{row.wasted:.2f}",
+        f"{row.moves * 1000:.1f}",
+        f"{row.underflow * 100:.2f} %",
+        f"{row.log2_scale:.1f}",
+        f"{row.steps_per_second / 1e6:.1f}",
+    ]
