@@ -10,6 +10,7 @@ from gradscale.policy import (
     HeadroomState,
     Histogram,
     HistogramState,
+    Lengthening,
     LogMax,
     LogMaxState,
     Off,
@@ -17,6 +18,8 @@ from gradscale.policy import (
     ScaleState,
     State,
     Static,
+    for_pretraining,
+    for_short_runs,
 )
 
 __version__ = "0.1.0"
@@ -32,6 +35,7 @@ __all__ = [
     "HeadroomState",
     "Histogram",
     "HistogramState",
+    "Lengthening",
     "LogMax",
     "LogMaxState",
     "Off",
@@ -43,4 +47,6 @@ __all__ = [
     "Static",
     "StuckError",
     "__version__",
+    "for_pretraining",
+    "for_short_runs",
 ]

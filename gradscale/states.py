@@ -28,7 +28,7 @@ TORCH_KEYS = ("scale", *TORCH_SETTINGS, "_growth_tracker")
 _STILL = {"growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": 2000}
 
 
-_COUNTING = ("Off", "Static", "Dynamic")
+_COUNTING = ("Off", "Static", "Dynamic", "Lengthening")
 """The policies whose states are a scale and counters."""
 
 

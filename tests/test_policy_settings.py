@@ -16,7 +16,7 @@ import torch
 
 from gradscale.errors import SettingError
 from gradscale.formats import FLOAT32
-from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy, Static
+from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Lengthening, Policy, Static
 from policy_cases import BOTTOM, HISTORIES, POLICIES, TOP, plain
 
 NAN, INF = math.nan, math.inf
@@ -33,9 +33,14 @@ WRONG: dict[str, list[Any]] = {
     "backoff_factor": [*NO_SCALE, 1, 1.0, 2.0, 1 - 2**-26, 2.0**-150, 2.0**-149, BOTTOM / 2],
     "growth_interval": NO_COUNT,
     "hysteresis": NO_COUNT,
+    "above": [*NO_SCALE, *TOO_FAR],
     "exact": [NAN, INF, -INF, 0, 1, -1, *NO_NUMBER],
 }
-SETTINGS: dict[type[Policy], dict[str, Any]] = {Static: {"init_scale": 8.0}, Dynamic: {}}
+SETTINGS: dict[type[Policy], dict[str, Any]] = {
+    Static: {"init_scale": 8.0},
+    Dynamic: {},
+    Lengthening: {},
+}
 
 
 def complaint(rule: type[Policy], **given: Any) -> str:

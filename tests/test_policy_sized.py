@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
+import gradscale as gs
 from gradscale.errors import SettingError
 from gradscale.policy import GradStats, Headroom, Histogram, LogMax
 from gradscale.simulate import History, made_up, walk
@@ -301,3 +302,23 @@ def test_histogram_hears_of_overflows() -> None:
 def test_setting_out_of_reach_is_refused(rule: Any, name: str, value: Any) -> None:
     with pytest.raises(SettingError, match=f"{name} must be .*got {value!r}"):
         rule(**{name: value})
+
+
+# Presets.
+
+
+def test_growth_takes_longer_the_higher_the_scale() -> None:
+    policy = gs.Lengthening(init_scale=1.0, growth_interval=2, above=2.0, max_scale=2.0**5)
+    amax = np.full((100, 1), -30.0)
+    scales = walk(policy, together(amax)).scales[:, 0]
+    held = [int((scales == exponent).sum()) for exponent in range(5)]
+    assert held == [2, 2, 4, 8, 16]
+
+
+def test_presets_do_what_they_are_for() -> None:
+    short = walk(gs.for_short_runs(), made_up("spikes", 300, 50))
+    assert short.skipped.max() <= 3
+    # From far below it comes back as quickly as Dynamic with that interval.
+    low = np.array([2.0**-5])
+    report = walk(gs.for_pretraining(), together(np.full((256 * 8, 1), -30.0)), scales=low)
+    assert report.scales[256 * 7, 0] == 2.0

@@ -26,6 +26,7 @@ from gradscale.policy import (
     HeadroomState,
     Histogram,
     HistogramState,
+    Lengthening,
     LogMax,
     LogMaxState,
     Off,
@@ -56,6 +57,10 @@ EXAMPLES: dict[str, tuple[Policy, State]] = {
     "Off": (Off(), ScaleState(1.0)),
     "Static": (Static(init_scale=1000.1, exact=False), ScaleState(2.5)),
     "Dynamic": (DYNAMIC, DynamicState(scale=16.5, good_steps=5, bad_steps=2)),
+    "Lengthening": (
+        Lengthening(**dataclasses.asdict(DYNAMIC), above=3.0),
+        DynamicState(scale=16.5, good_steps=5, bad_steps=2),
+    ),
     "Headroom": (HEADROOM, HeadroomState(8.0, -3, 4, -70, 5, 6, 7, 1, 2, 9, 11, 12)),
     "LogMax": (LOGMAX, LogMaxState(8.0, -2.5, -3.25, 0.5, 0.75, 0.125)),
     "Histogram": (HISTOGRAM, HistogramState(8.0, 3)),

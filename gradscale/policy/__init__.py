@@ -8,8 +8,8 @@ alike, so one text serves every framework. A state is float32 and int32 everywhe
 from __future__ import annotations
 
 from gradscale.policy.arrays import room_below, scalars
-from gradscale.policy.dynamic import Dynamic, DynamicState
-from gradscale.policy.headroom import Headroom, HeadroomState
+from gradscale.policy.dynamic import Dynamic, DynamicState, Lengthening, for_pretraining
+from gradscale.policy.headroom import Headroom, HeadroomState, for_short_runs
 from gradscale.policy.histogram import Histogram, HistogramState
 from gradscale.policy.logmax import LogMax, LogMaxState
 from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, DefaultBound
@@ -28,6 +28,7 @@ __all__ = [
     "HeadroomState",
     "Histogram",
     "HistogramState",
+    "Lengthening",
     "LogMax",
     "LogMaxState",
     "Off",
@@ -35,13 +36,16 @@ __all__ = [
     "ScaleState",
     "State",
     "Static",
+    "for_pretraining",
+    "for_short_runs",
     "room_below",
     "scalars",
 ]
 
-Policy = Off | Static | Dynamic | Headroom | LogMax | Histogram
+Policy = Off | Static | Dynamic | Lengthening | Headroom | LogMax | Histogram
 State = ScaleState | DynamicState | HeadroomState | LogMaxState | HistogramState
 POLICIES: dict[str, type[Policy]] = {
-    policy.__name__: policy for policy in (Off, Static, Dynamic, Headroom, LogMax, Histogram)
+    policy.__name__: policy
+    for policy in (Off, Static, Dynamic, Lengthening, Headroom, LogMax, Histogram)
 }
 """Every policy by its name, as checkpoints spell it."""

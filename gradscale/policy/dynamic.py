@@ -106,7 +106,7 @@ class Dynamic:
         last = xp.full_like(zero, 2**31 - 2)
         good_steps = xp.where(finite, xp.minimum(state.good_steps, last) + one, zero)
         bad_steps = xp.where(finite, zero, xp.minimum(state.bad_steps, last) + one)
-        grow = good_steps >= xp.full_like(zero, self.growth_interval)
+        grow = good_steps >= self._interval(state, xp)
         lower = bad_steps >= xp.full_like(zero, self.hysteresis)
 
         def constant(value: float) -> Any:
@@ -125,3 +125,46 @@ class Dynamic:
         return DynamicState(
             *(xp.where(loss_finite, new, old) for new, old in zip(moved, state, strict=True))
         )
+
+    def _interval(self, state: DynamicState, xp: Any) -> Any:
+        """After how many finite steps in a row the scale grows (int32)."""
+        return xp.full_like(state.good_steps, self.growth_interval)
+
+
+_DOUBLINGS = 20
+"""So often can an interval be doubled: a million times as long is for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengthening(Dynamic):
+    """`Dynamic` that waits the longer the higher the scale: large models break where it creeps up.
+
+    The interval is `growth_interval` for scales up to `above`, and twice as long for every binade
+    more, so that the scale still comes back quickly from far below.
+
+    >>> policy = Lengthening(init_scale=8.0, growth_interval=1, above=4.0)
+    >>> state = policy.update(policy.init(), GradStats(finite=True))
+    >>> state.scale, policy.update(state, GradStats(finite=True)).scale
+    (8.0, 16.0)
+    """
+
+    above: float = 1.0
+    """The highest scale at which the interval is `growth_interval`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settle(self, "above", as_scale("above", self.above, self.exact))
+
+    def _interval(self, state: DynamicState, xp: Any) -> Any:
+        interval = super()._interval(state, xp)
+        most, two = xp.full_like(interval, 2**30 - 1), xp.full_like(interval, 2)
+        for binade in range(_DOUBLINGS):
+            limit = min(self.above * 2.0**binade, FLOAT32.max)
+            longer = xp.minimum(interval, most) * two
+            interval = xp.where(state.scale > xp.full_like(state.scale, limit), longer, interval)
+        return interval
+
+
+def for_pretraining() -> Lengthening:
+    """A policy for long runs with large batches: a low scale that rises ever more slowly."""
+    return Lengthening(init_scale=4.0, growth_interval=256, min_scale=2.0**-5, above=4.0)

@@ -245,3 +245,11 @@ class Headroom:
         return HeadroomState(
             *(xp.where(takes, moved, held) for moved, held in zip(after, state, strict=True))
         )
+
+
+def for_short_runs() -> Headroom:
+    """A policy for hundreds of steps, such as fine-tuning and reinforcement learning.
+
+    It forgets peaks and overflows sooner: there is no time to be careful for long.
+    """
+    return Headroom(memory=32, forget=100, pause=8)

@@ -20,7 +20,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch import compiled
-from gradscale.torch.applying import Applying
+from gradscale.torch.calibrating import Calibrating
 from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
 from gradscale.torch.keeper import STEPS
@@ -29,7 +29,7 @@ from gradscale.torch.outcome import Names
 from gradscale.torch.scaling import NOT_SAVED, refuse_capture
 
 
-class GradScaler(Applying):
+class GradScaler(Calibrating):
     """Scales losses, unscales gradients, steps or skips: `torch.amp.GradScaler`, mended.
 
         scaler = GradScaler("cuda")

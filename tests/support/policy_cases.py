@@ -16,6 +16,7 @@ from gradscale.policy import (
     GradStats,
     Headroom,
     Histogram,
+    Lengthening,
     LogMax,
     LogMaxState,
     Off,
@@ -54,6 +55,10 @@ POLICIES: dict[str, Policy] = {
     "Dynamic, at the bottom": dynamic(2.0**-124, 4.0, 0.25, 2, 3, BOTTOM, 2.0**-80),
     "Dynamic, at the top": dynamic(2.0**126, 4.0, 0.25, 2, 2, 2.0**90, TOP),
     "Dynamic, inexact at the top": dynamic(3e38, 1.7, 0.3, 2, 2, 1e30, 3.4e38, exact=False),
+    "Lengthening": Lengthening(
+        init_scale=2.0**2, growth_factor=4.0, backoff_factor=0.25, growth_interval=2, hysteresis=2,
+        min_scale=2.0**-8, max_scale=2.0**30, above=2.0,
+    ),
     "Headroom": Headroom(
         init_scale=2.0**9, margin=3, memory=5, forget=9, pause=2, min_scale=2.0**-9,
         max_scale=2.0**40, format="float8_e5m2",
