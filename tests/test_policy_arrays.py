@@ -84,6 +84,12 @@ def test_torch_state_lies_where_like_does_and_stays_there(dtype: torch.dtype) ->
             assert {value.dtype for value in each[1:]} <= {rest}
 
 
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_no_two_fields_are_the_same_tensor(policy: Policy) -> None:
+    state = policy.init(torch)
+    assert len({value.data_ptr() for value in state}) == len(state)
+
+
 def test_update_reads_no_value_back_to_the_host() -> None:
     # A meta tensor has no value, so a rule that asks for one raises.
     like = torch.empty((), device="meta")

@@ -19,17 +19,17 @@ from gradscale.policy.settings import (
 )
 from gradscale.policy.stats import GradStats, demand
 
-_REACH = 10
+REACH = 10
 """Binades that a single step can be above the others and still be taken seriously."""
-_WIDEST = 12
+WIDEST = 12
 """The most binades that overflows which nobody saw coming can add to the margin."""
-_RECENT = 64
+RECENT = 64
 """Finite steps after which an overflow that nobody saw coming is no longer part of the last one."""
-_LONG = 16
+LONG = 16
 """How many times as long a raise by a single binade has to wait."""
-_CURABLE = 3
+CURABLE = 3
 """Bad steps in a row after which the scale is no longer thought to be the reason."""
-_BLIND = 24
+BLIND = 24
 """Binades that a scale can be raised by if every gradient has vanished: float16 keeps what is above
 2**-25, so afterwards everything is below 1/2."""
 _LAST = 2**31 - 2
@@ -133,8 +133,9 @@ class Headroom:
 
     def init(self, xp: Any = scalars, like: Any = None) -> HeadroomState:
         """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
-        zero = new(xp, like, 0)
-        state = HeadroomState(new(xp, like, self.init_scale), *[zero] * 11)
+        # Each its own: who moves a state in place must not move another field with it.
+        zeros = [new(xp, like, 0) for _ in HeadroomState._fields[1:]]
+        state = HeadroomState(new(xp, like, self.init_scale), *zeros)
         early, pause = max(self.forget // 8, 1), self.pause
         return state._replace(patience=new(xp, like, early), rest=new(xp, like, pause))
 
@@ -153,7 +154,7 @@ class Headroom:
         nonzero = always & (stats.amax > 0)
         some, unseen = state.seen > zero, state.seen <= zero
         hurt = state.bad_steps > zero
-        incurable = state.bad_steps > whole(_CURABLE)
+        incurable = state.bad_steps > whole(CURABLE)
         shows = finite & nonzero
         log2_scale = log2_of(state.scale, xp, zero)
         # What is unheard of cannot come from gradients, and must not overflow the sums below.
@@ -168,7 +169,7 @@ class Headroom:
         second = xp.where(fresh, exponent, state.before)
         low, high = xp.minimum(exponent, first), xp.maximum(exponent, first)
         level = xp.maximum(low, xp.minimum(high, second))
-        top = (level + whole(_REACH)) * parts
+        top = (level + whole(REACH)) * parts
 
         def faded(known: Any, now: Any) -> Any:
             """The largest of `known`, a part of a binade forgotten, and `now`."""
@@ -185,30 +186,30 @@ class Headroom:
         spare = room - exponent - state.last
         explained = shows & hurt & some & (spare < whole(-self.margin))
         spread = xp.where(incurable | explained, state.kept, state.spread)
-        doubt = xp.minimum(xp.maximum(spare, zero) + whole(4), whole(_WIDEST))
+        doubt = xp.minimum(xp.maximum(spare, zero) + whole(4), whole(WIDEST))
         spread = xp.where(shows & hurt & unseen, doubt, spread)
         calm = xp.minimum(state.calm, last) + one
         forgets = (calm >= state.patience) & (spread > zero)
         spread = xp.where(forgets, spread - one, spread)
         wanted = room - xp.maximum(ground + spread, above)
         rested = (state.rest >= whole(self.pause)) | hurt | unseen
-        long_rested = state.rest >= whole(_LONG * self.pause)
+        long_rested = state.rest >= whole(LONG * self.pause)
         rises = (wanted >= log2_scale + whole(2)) & rested
         rises = rises | ((wanted > log2_scale) & long_rested)
         falls = wanted < log2_scale
         vanished = finite & (stats.amax <= 0)
         moves = ((rises | falls) & shows) | (vanished & hurt & some & (wanted > log2_scale))
         blind = vanished & unseen
-        wanted = xp.where(blind, log2_scale + whole(_BLIND), wanted)
+        wanted = xp.where(blind, log2_scale + whole(BLIND), wanted)
         good = xp.where(moves | blind, wanted, log2_scale)
 
         # Not finite: further down every time, and by more than it seemed to need.
         gap = room - ground - log2_scale
-        recent = state.calm < whole(_RECENT)
+        recent = state.calm < whole(RECENT)
         again = xp.where(recent, state.spread + state.spread, zero)
         more = xp.where(recent, whole(4), whole(2))
         wider = xp.maximum(xp.maximum(gap, zero) + more, again)
-        wider = xp.minimum(xp.maximum(wider, state.spread), whole(_WIDEST))
+        wider = xp.minimum(xp.maximum(wider, state.spread), whole(WIDEST))
         drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(2))
         known = xp.minimum(room - xp.maximum(ground + wider, above), log2_scale - drop)
         unknown = xp.minimum(log2_scale - whole(16), zero)

@@ -89,7 +89,8 @@ class LogMax:
 
     def init(self, xp: Any = scalars, like: Any = None) -> LogMaxState:
         """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
-        return LogMaxState(new(xp, like, self.init_scale), *[new(xp, like, 0.0)] * 5)
+        zeros = [new(xp, like, 0.0) for _ in LogMaxState._fields[1:]]
+        return LogMaxState(new(xp, like, self.init_scale), *zeros)
 
     def update(self, state: LogMaxState, stats: GradStats, xp: Any = scalars) -> LogMaxState:
         """The state after a step with these `stats`, which must have `amax`."""

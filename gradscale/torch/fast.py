@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradscale.policy import Dynamic, Off, Static
+from gradscale.policy import Dynamic, Headroom, Off, Static
 from gradscale.torch import kernels
 from gradscale.torch.contract import is_capable, step_on_device, writes_back
 from gradscale.torch.events import Move, Record
@@ -130,6 +130,8 @@ class Fast(Stepping):
         finally:
             # Told once, also if an optimizer raises and is asked again.
             window.finite = value_at(values, "finite")
+        if isinstance(self._policy, Headroom):
+            self._advance_headroom(values, window, told)
         for optimizer in optimizers[1:]:
             self._row(optimizer, row).copy_(row)
         for optimizer in optimizers:
@@ -155,9 +157,23 @@ class Fast(Stepping):
         self._tell(optimizers, outcome)
         return self._told_by_kernel(told, done)
 
+    def _advance_headroom(self, values: Tensor, window: Window, told: Tensor) -> None:
+        """Moves the scale by `Headroom`, once a kernel has decided about the step."""
+        flags = (value_at(values, "finite"), value_at(values, "fits"), value_at(values, "amax"))
+        kernels.headroom().advance(
+            self._policy,
+            self._live("update()"),
+            flags,
+            window.loss_finite,
+            self._counters[LOSSES],
+            (PATIENT_LOSSES, LOSS_PERIOD),
+            window.scale,
+            told,
+        )
+
     def _is_known(self) -> bool:
         """Whether the kernels have the rule of the policy."""
-        return type(self._policy) in (Dynamic, Static, Off)
+        return type(self._policy) in (Dynamic, Headroom, Static, Off)
 
     def _slot(self, device: torch.device) -> Tensor:
         """Where a record may be written, by work on `device`, for the host to read.
@@ -203,7 +219,7 @@ class Fast(Stepping):
             return None
         if len(found_inf) != 1 or len(self._iteration) != 1 or list(found_inf[0]) != [scale.device]:
             return None
-        if not self._is_known():
+        if not self._is_known() or isinstance(self._policy, Headroom):
             return None
         found, told = found_inf[0][scale.device], self._slot(scale.device)
         outcome = self._iteration[0][1]

@@ -237,6 +237,13 @@ def writing() -> Any:
     return writing
 
 
+def headroom() -> Any:
+    """The module with the kernel that is `Headroom`."""
+    from gradscale.torch._triton import headroom
+
+    return headroom
+
+
 def stepping(rule: str) -> Any:
     """The module with the kernel of an optimizer: "adam", "sgd" or "lion"."""
     return importlib.import_module(f"gradscale.torch._triton.{rule}")

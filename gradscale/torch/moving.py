@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradscale.formats import format_named
-from gradscale.policy import Dynamic, GradStats, State
+from gradscale.policy import Dynamic, GradStats, Headroom, State
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import kernels
 from gradscale.torch.events import Move
@@ -60,7 +60,8 @@ class Moving(ScaleKeeper):
         """Tells the policy of the losses with a scale of their own."""
         for loss_id, own in window.take_losses() if window is not None else ():
             sizes = self._sizes_of(own.amax)
-            stats = GradStats(finite=own.finite, loss_finite=own.loss_finite, **sizes)
+            fits = torch.ones_like(own.finite)
+            stats = GradStats(own.finite, loss_finite=own.loss_finite, fits=fits, **sizes)
             yield self._update(loss_id, self._loss_state(loss_id), stats)
 
     def _update(
@@ -73,14 +74,19 @@ class Moving(ScaleKeeper):
             losses = told if isinstance(told, Tensor) else None
             kernels.writing().update(self._policy, live, stats.finite, losses)
         else:
-            moved = self._moved(live, stats)
+            moved = self._moved(live, stats, news)
             for value, new in zip(live, moved, strict=True):
                 value.copy_(new if news is None else torch.where(news, new, value))
         return Move(loss_id, before, live.scale.clone(), getattr(self._policy, "min_scale", 0.0))
 
-    def _moved(self, live: State, stats: GradStats) -> Any:
-        """The state after `stats`."""
+    def _moved(self, live: State, stats: GradStats, news: Tensor | None) -> Any:
+        """The state after `stats`; itself, moved in place, if a kernel has done it."""
         rule: Any = self._policy
+        if isinstance(rule, Headroom) and news is None and kernels.take(live.scale.device):
+            told = stats.loss_finite
+            losses = told if isinstance(told, Tensor) else None
+            kernels.headroom().update(rule, live, stats.finite, stats.fits, stats.amax, losses)
+            return live
         if not rule.goes_by or not readable(live.scale):
             return rule.update(live, stats, torch)
         # The larger rules are a hundred operations, which plain numbers are quicker at.

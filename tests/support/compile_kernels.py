@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from gradscale.policy import Headroom
 from gradscale.torch import GradScaler, kernels, optim
 from gradscale.torch._triton.launching import Kernel
 
@@ -54,9 +55,9 @@ def type_of(argument: Any) -> str:
     return "i32" if isinstance(argument, int) else "fp32"
 
 
-def step(weights: list[Tensor], optimizer: Any, two_calls: bool) -> None:
+def step(weights: list[Tensor], optimizer: Any, two_calls: bool, policy: Any = None) -> None:
     """One step with all that it launches."""
-    scaler = GradScaler("cpu", on_stuck="ignore")
+    scaler = GradScaler("cpu", on_stuck="ignore", policy=policy)
     scaler.backward(sum(w.float().sum() for w in weights))
     if two_calls:
         scaler.apply(optimizer, clip_norm=1.0)
@@ -85,7 +86,9 @@ def main() -> None:
                 step(weights, kind(weights, master=master), two_calls)
         weights = [torch.ones(3, requires_grad=True)]
         optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
-        step(weights, optimizer, True)
+        for two_calls in (True, False):
+            step(weights, optimizer, True)
+            step(weights, optimizer, two_calls, Headroom())
         for every in (0, 1):
             scaler = GradScaler("cpu", underflow_every=every, on_stuck="ignore")
             weights[0].grad = None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from gradscale import Dynamic, DynamicState, GradStats
+from gradscale import Dynamic, DynamicState, GradStats, Headroom, HeadroomState
 from gradscale.torch import Culprit, GradScaler, kernels
 from gradscale.torch.unscale import Reading, grouped, multiply, read, read_all, unscale
 
@@ -247,13 +247,48 @@ def test_the_update_is_the_policys_bit_for_bit(policy: Dynamic) -> None:
     assert len(set(fast.scale.tolist())) > 2  # else this shows little
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Headroom(),
+        Headroom(margin=1, memory=3, forget=2, pause=1, min_scale=2.0**-4, max_scale=2.0**40),
+        Headroom(init_scale=2.0**-100, memory=2**20, min_scale=2.0**-126, max_scale=2.0**127),
+    ],
+)
+def test_headroom_in_one_launch_is_the_policy_bit_for_bit(policy: Headroom) -> None:
+    histories, steps = (100_000, 64) if HERE == "cuda" else (40, 40)
+    generator = torch.Generator(HERE).manual_seed(0)
+    like = torch.zeros(histories, device=HERE)
+    fast = policy.init(torch, like=like)
+    slow = HeadroomState(*(value.clone() for value in fast))
+    level = torch.randint(-30, 12, (histories,), generator=generator, device=HERE).float()
+    for step in range(steps):
+        flags = torch.rand((4, histories), generator=generator, device=HERE)
+        loss_finite, fits = flags[0] < 0.9, flags[1] < 0.9
+        amax = torch.exp2(level + 6 * flags[2]) * slow.scale * (flags[3] < 0.95)
+        finite = amax < 65504
+        losses = loss_finite if step % 3 else None
+        kernels.headroom().update(policy, fast, finite, fits, amax, losses)
+        told = GradStats(
+            finite=finite,
+            amax=amax,
+            loss_finite=True if losses is None else losses,
+            fits=fits,
+            exponent=torch.frexp(amax).exponent.to(torch.int32),
+        )
+        slow = policy.update(slow, told, torch)
+        assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True)), step
+    assert len(set(fast.scale.tolist())) > 2  # else this shows little
+
+
 def test_every_kernel_compiles_for_a_gpu() -> None:
     program = Path(__file__).parents[1] / "support/compile_kernels.py"
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(program)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    names = {"_adam", "_advance", "_lion", "_multiply", "_read", "_sgd", "_update_dynamic"}
+    names = {"_adam", "_advance", "_lion", "_multiply", "_read", "_sgd"}
+    names |= {"_update_dynamic", "_update_headroom"}
     assert set(done.stdout.split()[1:]) == names
 
 
