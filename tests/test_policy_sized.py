@@ -208,7 +208,7 @@ def test_headroom_settles_on_a_stationary_history(seed: int) -> None:
     level, jitter = rng.uniform(-40, 10, runs), rng.uniform(0, 0.45, runs)
     amax = level + jitter * rng.uniform(-1, 1, (800, runs))
     starts = np.exp2(rng.integers(0, 41, runs))
-    # After a first scale that was too high, four binades are forgotten in 62 steps each.
+    # What `spread` begins with is forgotten by then, and a raise by one binade has had its rest.
     found = walk(Headroom(), together(amax), scales=starts).scales[500:]
     assert (found.max(axis=0) - found.min(axis=0)).max() <= 1
 
@@ -236,20 +236,20 @@ def test_headroom_is_back_ten_steps_after_a_burst() -> None:
 
 
 def test_one_spike_or_one_gradient_of_zero_does_not_poison_headroom() -> None:
-    amax = np.full((300, 1), -2.3)
+    amax = np.full((1700, 1), -2.3)
     calm = walk(Headroom(), together(amax)).scales[-1]
     for odd in (-2.3 + 30, -2.3 + 3, -np.inf):
         spiked = amax.copy()
         spiked[150] = odd
         scales = walk(Headroom(), together(spiked)).scales
-        assert (np.abs(scales - calm)[1:] <= 4).all()
-        assert scales[-1] >= calm - 2
+        assert (np.abs(scales - calm)[1:] <= 6).all()
+        assert (scales[-50:] == calm).all()
 
 
 def test_headroom_jumps() -> None:
     policy = Headroom(init_scale=1.0)
     state = policy.update(policy.init(), measured(2.0**-30 * 0.75))
-    assert state.scale == 2.0**44  # 14 is two below the ceiling's 16, -30 the exponent
+    assert state.scale == 2.0**43  # the ceiling's 16, a margin of 1, a spread of 2, -30
     assert policy.update(policy.init(), measured(0.0)).scale == 2.0**24
     lowered = policy.update(state, measured(2.0**15))
     assert lowered.scale == 2.0**42

@@ -27,7 +27,7 @@ RECENT = 64
 """Finite steps after which an overflow that nobody saw coming is no longer part of the last one."""
 LONG = 16
 """How many times as long a raise by a single binade has to wait."""
-CURABLE = 3
+CURABLE = 2
 """Bad steps in a row after which the scale is no longer thought to be the reason."""
 BLIND = 24
 """Binades that a scale can be raised by if every gradient has vanished: float16 keeps what is above
@@ -81,28 +81,29 @@ class Headroom:
 
     A step that is not finite although its gradients should have fitted shows that something else
     overflows, such as the gradient of an activation, or a spike: `spread` becomes two binades more
-    than the scale had to spare; four, and twice what it was, if it was widened lately or never. One
-    of them is forgotten in `forget` finite steps, and in twice as many after every further such
-    step. If the bad steps go on, the scale falls by 8, 16, 16, ... binades; if more than three were
-    needed, it was not the scale's fault, and if the next gradients are larger, it was theirs: then
-    `spread` is what it was before.
+    than the scale had to spare; six, and twice what it was, if it was widened lately or never. The
+    last of them is forgotten in `forget` finite steps, the one before in half as many and so on,
+    and all take twice as many after every further such step. If the bad steps go on, the scale
+    falls by 8, 16, 16, ... binades; if more than two were needed, it was not the scale's fault, and
+    if the next gradients are larger, it was theirs: then `spread` is what it was before.
 
     A step whose loss is not finite changes nothing; nor does one with `fits` false. Before anything
-    is known, the first bad step lowers the scale to at most 1 and the next one by 14 binades,
-    gradients that have all vanished raise it by 24, and after bad steps `spread` begins at four
-    binades, one of which is forgotten in an eighth of `forget` steps.
+    is known, the first bad step lowers the scale to at most 1 and the next one by 14 binades, and
+    gradients that have all vanished raise it by 24. `spread` begins at two binades, or four after
+    bad steps, which are forgotten eight times as quickly.
 
     >>> policy = Headroom(init_scale=2.0**16)
     >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
-    274877906944.0
+    137438953472.0
     >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
     1.0
     """
 
     goes_by: ClassVar[tuple[str, ...]] = ("amax", "exponent")
     """What must be measured besides the flags."""
-    init_scale: float = 2.0**16
-    margin: int = 2
+    init_scale: float = 2.0**8
+    """Low enough for almost any model: from there the first step shows the way up."""
+    margin: int = 1
     """Binades between the largest gradient and the ceiling."""
     memory: int = 64
     """Steps in which a binade of the peak is forgotten."""
@@ -187,9 +188,9 @@ class Headroom:
         explained = shows & hurt & some & (spare < whole(-self.margin))
         spread = xp.where(incurable | explained, state.kept, state.spread)
         doubt = xp.minimum(xp.maximum(spare, zero) + whole(4), whole(WIDEST))
-        spread = xp.where(shows & hurt & unseen, doubt, spread)
+        spread = xp.where(shows & unseen, xp.where(hurt, doubt, whole(2)), spread)
         calm = xp.minimum(state.calm, last) + one
-        forgets = (calm >= state.patience) & (spread > zero)
+        forgets = xp.minimum(calm, whole(2**24)) * spread >= state.patience
         spread = xp.where(forgets, spread - one, spread)
         wanted = room - xp.maximum(ground + spread, above)
         rested = (state.rest >= whole(self.pause)) | hurt | unseen
@@ -207,7 +208,7 @@ class Headroom:
         gap = room - ground - log2_scale
         recent = state.calm < whole(RECENT)
         again = xp.where(recent, state.spread + state.spread, zero)
-        more = xp.where(recent, whole(4), whole(2))
+        more = xp.where(recent, whole(6), whole(2))
         wider = xp.maximum(xp.maximum(gap, zero) + more, again)
         wider = xp.minimum(xp.maximum(wider, state.spread), whole(WIDEST))
         drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(2))

@@ -127,9 +127,9 @@ def _update_headroom(
     explained = shows & hurt & some & (spare < -margin)
     spread = tl.where(incurable | explained, s_kept, s_spread)
     doubt = tl.minimum(tl.maximum(spare, 0) + 4, _WIDEST)
-    spread = tl.where(shows & hurt & unseen, doubt, spread)
+    spread = tl.where(shows & unseen, tl.where(hurt, doubt, 2), spread)
     calm = tl.minimum(s_calm, _LAST) + 1
-    spread = tl.where((calm >= s_patience) & (spread > 0), spread - 1, spread)
+    spread = tl.where(tl.minimum(calm, 16777216) * spread >= s_patience, spread - 1, spread)
     wanted = room - tl.maximum(ground + spread, above)
     rested = (s_rest >= pause) | hurt | unseen
     rises = (wanted >= log2_scale + 2) & rested
@@ -144,7 +144,7 @@ def _update_headroom(
     gap = room - ground - log2_scale
     recent = s_calm < _RECENT
     again = tl.where(recent, s_spread + s_spread, 0)
-    wider = tl.maximum(tl.maximum(gap, 0) + tl.where(recent, 4, 2), again)
+    wider = tl.maximum(tl.maximum(gap, 0) + tl.where(recent, 6, 2), again)
     wider = tl.minimum(tl.maximum(wider, s_spread), _WIDEST)
     drop = tl.where(hurt, tl.where(s_bad > 1, 16, 8), 2)
     known = tl.minimum(room - tl.maximum(ground + wider, above), log2_scale - drop)
