@@ -1,0 +1,127 @@
+"""Which modules are the blocks of a model.
+
+Scales are right for any choice (see scales.py), so this is only a matter of what helps: blocks that
+follow each other, with nothing in between, keep the gradient scaled from the first to the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from gradscale.errors import SettingError
+
+
+class Block(NamedTuple):
+    """Modules that are called one after the other, the first with the inputs of the block."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+
+def find(model: nn.Module, blocks: Iterable[nn.Module | Sequence[nn.Module]] | None) -> list[Block]:
+    """The blocks of `model`: those given, or those of its chains, in order.
+
+    Raises:
+        SettingError: There are none, or they overlap.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if blocks is None:
+        found = list(_search(model, ""))
+        if len(found) < 2:
+            raise SettingError(
+                f"{type(model).__name__} has no nn.Sequential or nn.ModuleList of two or more "
+                "modules with weights. Name its blocks: BlockScales(model, blocks=[...])."
+            )
+        _check_apart(found, names)
+        return found
+    found = []
+    for given in blocks:
+        modules = (given,) if isinstance(given, nn.Module) else tuple(given)
+        for module in modules:
+            if not isinstance(module, nn.Module):
+                raise SettingError(
+                    f"blocks must be modules, or sequences of modules, got {module!r}."
+                )
+            if module not in names:
+                raise SettingError(
+                    f"blocks must be modules of the model, got a {type(module).__name__} that is "
+                    "not."
+                )
+        if modules:
+            found.append(Block(names[modules[0]], modules))
+    _check_apart(found, names)
+    return found
+
+
+def _check_apart(blocks: list[Block], names: dict[nn.Module, str]) -> None:
+    """Raises if a module is in two blocks, or twice in one."""
+    if not blocks:
+        raise SettingError("blocks must name at least one module, got none.")
+    taken: dict[nn.Module, str] = {}
+    for block in blocks:
+        for member in block.modules:
+            for module in member.modules():
+                if module in taken:
+                    raise SettingError(
+                        f"blocks must not overlap: {names.get(module, '')!r} is in both "
+                        f"{taken[module]!r} and {block.name!r}. Leave one of them out."
+                    )
+            taken.update(dict.fromkeys(member.modules(), block.name))
+
+
+def _search(model: nn.Module, prefix: str) -> Iterator[Block]:
+    """The blocks of the outermost chains below `model`."""
+    in_order = _is_sequence(model)
+    if in_order:
+        chain = list(_chain(model, prefix))
+    elif isinstance(model, nn.ModuleList):
+        chain = [(prefix + name, child) for name, child in model.named_children()]
+    else:
+        chain = []
+    if sum(_has_weights(module) for _, module in chain) > 1:
+        yield from _group(chain, in_order)
+        return
+    for name, child in model.named_children():
+        yield from _search(child, prefix + name + ".")
+
+
+def _chain(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that `model` calls one after the other, sequences in it taken apart."""
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        if _is_sequence(child):
+            yield from _chain(child, prefix + name + ".")
+        else:
+            yield prefix + name, child
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether it calls its children one after the other and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _group(chain: list[tuple[str, nn.Module]], called_in_order: bool) -> Iterator[Block]:
+    """A block for every module with weights, together with those without that follow it."""
+    unique = dict.fromkeys(module for _, module in chain)
+    if not called_in_order or max(Counter(module for _, module in chain).values()) > 1:
+        names = {module: name for name, module in reversed(chain)}
+        yield from (Block(names[module], (module,)) for module in unique if _has_weights(module))
+        return
+    members: list[nn.Module] = []
+    first = ""
+    for name, module in chain:
+        if _has_weights(module) and any(map(_has_weights, members)):
+            yield Block(first, tuple(members))
+            members = []
+        first = first if members else name
+        members.append(module)
+    yield Block(first, tuple(members))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

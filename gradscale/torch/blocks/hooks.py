@@ -1,0 +1,280 @@
+"""The hooks that put a border around every block of a model while it runs.
+
+Borders lie around what FSDP2 does to inputs and outputs; weights are taken inside of that, where
+they are whole and their gradients are not reduced yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.blocks.edges import OUTSIDE, cross, lend
+from gradscale.torch.blocks.finding import Block
+from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
+
+_marks = itertools.count()
+
+
+_EARLY = 16
+"""Updates in which scales find their places, and are measured every time."""
+
+
+class _Made(NamedTuple):
+    """A tensor that a block has returned."""
+
+    seen: Tensor
+    """As others see it: behind the border."""
+    node: Any
+    """Its `grad_fn`; None while it is compiled."""
+    made: Tensor
+    """As the block has made it."""
+    maker: int
+    """The place of the block."""
+
+
+class Hooks:
+    """The blocks of a model, the factors at their borders and what was measured there.
+
+    Args:
+        model: Whose blocks they are.
+        blocks: The blocks, in order.
+        every: Measure in every so many updates.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[Block], every: int) -> None:
+        self._model, self._blocks, self._every = model, blocks, every
+        self._mark = next(_marks)
+        self._num_updates = 0
+        self._made: list[_Made] = []
+        """What the last block returned."""
+        self._own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+        """The true weights of modules that are running."""
+        self._widened: list[Tensor] = []
+        self._device = _device_of(blocks)
+        self._factors = torch.ones(2, len(blocks), device=self._device)
+        self._opened, self._shut = (row.unbind() for row in self._factors.unbind())
+        self._amax = torch.zeros(3, len(blocks), device=self._device)
+        self._meters = [[_meter(place) for place in row.unbind()] for row in self._amax.unbind()]
+        self._handles = list(self._hook())
+
+    def _hook(self) -> Iterator[Any]:
+        """Puts the hooks in place; what takes them off again."""
+        for place, block in enumerate(self._blocks):
+            first, last = block.modules[0], block.modules[-1]
+            yield first.register_forward_pre_hook(
+                partial(self._enter, place), prepend=True, with_kwargs=True
+            )
+            yield last.register_forward_hook(partial(self._leave, place))
+            for module in block.modules:
+                for unit, owners in _units(module).items():
+                    yield unit.register_forward_pre_hook(
+                        partial(self._lend, place, type(unit), owners)
+                    )
+                    yield unit.register_forward_hook(
+                        self._take_back, prepend=True, always_call=True
+                    )
+                    self._widen(owner._parameters[name] for owner, name in owners)
+        yield self._model.register_forward_hook(self._end)
+
+    def _enter(
+        self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of a block, behind its border."""
+        if not torch.is_grad_enabled():
+            return None
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
+            return (self._arrive(place, args[0]),), kwargs
+        return tree_map_only(Tensor, partial(self._arrive, place), (args, kwargs))
+
+    def _arrive(self, place: int, x: Tensor) -> Tensor:
+        """`x` inside of the block at `place`."""
+        if not x.requires_grad:
+            return x
+        if x.device != self._device:
+            raise CallOrderError(
+                f"The model was on {self._device} when BlockScales was made, and block "
+                f"{self._blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
+                "one for each device."
+            )
+        leaving = self._meter(LEAVING, place)
+        for seen, node, made, maker in self._made:
+            if seen is x and _is_untouched(x, node):
+                route = (self._mark, place, maker)
+                entering = self._meter(ENTERING, maker)
+                factors = self._opened[maker], self._shut[place]
+                return cross(made, *factors, entering, leaving, route)
+        route = (self._mark, place, OUTSIDE)
+        return cross(x, None, self._shut[place], None, leaving, route)
+
+    def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """The output of a block, behind its border."""
+        if not torch.is_grad_enabled():
+            return None
+        self._made = []
+        if isinstance(output, Tensor):
+            return self._depart(place, output)
+        return tree_map_only(Tensor, partial(self._depart, place), output)
+
+    def _depart(self, place: int, made: Tensor) -> Tensor:
+        """`made`, which the block at `place` has computed, outside of it."""
+        if not made.requires_grad:
+            return made
+        route = (self._mark, OUTSIDE, place)
+        entering = self._meter(ENTERING, place)
+        seen = cross(made, self._opened[place], None, entering, None, route)
+        node = None if torch.compiler.is_compiling() else seen.grad_fn
+        self._made.append(_Made(seen, node, made, place))
+        return seen
+
+    def _lend(
+        self,
+        place: int,
+        kind: type,
+        owners: Sequence[tuple[nn.Module, str]],
+        module: nn.Module,
+        args: Any,
+    ) -> None:
+        """Has a module use its weights through the border of the block at `place`."""
+        if not torch.is_grad_enabled():
+            return
+        if type(module) is not kind:
+            raise CallOrderError(
+                f"Block {self._blocks[place].name!r} has become a {type(module).__name__} since "
+                "BlockScales was made. Call fully_shard() first."
+            )
+        self._take_back(module, args, None)  # if an interrupt has left them
+        own = [(owner, name, owner._parameters[name]) for owner, name in owners]
+        lent = [(o, n, param) for o, n, param in own if param is not None and param.requires_grad]
+        if not lent:
+            return
+        params = [param for _, _, param in lent]
+        if not torch.compiler.is_compiling():
+            self._refuse(place, params)
+            self._widen(params)
+        route = (self._mark, place, OUTSIDE)
+        views = lend(self._shut[place], self._meter(WEIGHTS, place), route, params)
+        self._own[module] = lent
+        for (owner, name, _), view in zip(lent, views, strict=True):
+            owner._parameters[name] = view  # type: ignore[assignment]
+
+    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Gives a module its weights back."""
+        for owner, name, param in self._own.pop(module, ()):
+            owner._parameters[name] = param
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Ends a forward pass of the model."""
+        self._made = []
+
+    def _meter(self, row: int, place: int) -> Tensor | None:
+        """Where the largest gradient of a block goes, in an update in which it is measured."""
+        # In this order: the number would be a constant of what is compiled.
+        if torch.compiler.is_compiling() or self._is_due():
+            return self._meters[row][place]
+        return None
+
+    def _is_due(self) -> bool:
+        """Whether the update that comes next measures."""
+        return self._num_updates < _EARLY or self._num_updates % self._every == 0
+
+    def _refuse(self, place: int, params: Iterable[Tensor]) -> None:
+        """Raises if one of `params` is not whole, or may not have a gradient in float32."""
+        for param in params:
+            if type(param) is not nn.Parameter and hasattr(param, "device_mesh"):
+                raise SettingError(
+                    f"Block {self._blocks[place].name!r} has weights that are DTensors, which "
+                    "BlockScales cannot scale. After fully_shard() that happens when a part of a "
+                    "sharded module is called on its own. Leave the block out of blocks=."
+                )
+            if param.dtype is torch.float16 and _in_ddp():
+                raise SettingError(
+                    f"Block {self._blocks[place].name!r} has float16 weights, whose gradients are "
+                    "float32 with BlockScales, and DDP takes float16 alone. Use float32 weights "
+                    "with autocast, or fully_shard()."
+                )
+
+    def _widen(self, params: Iterable[Tensor | None]) -> None:
+        """Has float16 weights take gradients in float32."""
+        for param in params:
+            if param is None or not param.requires_grad or param.dtype is not torch.float16:
+                continue
+            if param.grad_dtype is not torch.float32:
+                param.grad_dtype = torch.float32
+                self._widened.append(param)
+
+    def remove(self) -> None:
+        """Takes everything off the model again."""
+        for handle in self._handles:
+            handle.remove()
+        for module in list(self._own):
+            self._take_back(module, None, None)
+        for param in self._widened:
+            param.grad = None
+            param.grad_dtype = param.dtype
+        self._handles, self._widened, self._made = [], [], []
+
+
+def _in_ddp() -> bool:
+    """Whether DDP is calling the model."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def _is_untouched(x: Tensor, node: Any) -> bool:
+    """Whether nobody has written to `x`, which came from `node`, or waits for its gradient."""
+    if torch.compiler.is_compiling():
+        return True
+    return x.grad_fn is node and not x._backward_hooks and not x.retains_grad
+
+
+def _meter(place: Tensor) -> Tensor:
+    """A number whose gradient is added up in `place`."""
+    meter = torch.zeros_like(place).requires_grad_()
+    meter.grad = place
+    return meter
+
+
+def _device_of(blocks: Sequence[Block]) -> torch.device:
+    """The device of all weights of `blocks`."""
+    members = (module for block in blocks for module in block.modules)
+    devices = {param.device for module in members for param in module.parameters()}
+    if len(devices) != 1:
+        raise SettingError(
+            "blocks must have weights on one device, got "
+            f"{', '.join(sorted(map(str, devices))) or 'no weights'}. Make one BlockScales for the "
+            "blocks of each device."
+        )
+    return devices.pop()
+
+
+def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Who owns the weights of `module`, by the module in whose forward pass they are whole.
+
+    That is `module` itself, or modules below it that FSDP2 has sharded on their own.
+    """
+    sharded: tuple[type, ...] = ()
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded = (FSDPModule,)
+    units: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    waiting = [(module, module)]
+    seen = set()
+    while waiting:
+        owner, unit = waiting.pop()
+        if owner in seen:
+            continue
+        seen.add(owner)
+        unit = owner if isinstance(owner, sharded) else unit
+        names = [(owner, name) for name, param in owner._parameters.items() if param is not None]
+        if names:
+            units.setdefault(unit, []).extend(names)
+        waiting.extend((child, unit) for child in owner.children())
+    return units

@@ -1,0 +1,87 @@
+"""Whether every path of the gradient into a block and out of it leads over its border."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from gradscale.errors import SettingError
+from gradscale.torch.blocks.edges import OUTSIDE
+
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def check(
+    outputs: Iterable[Tensor],
+    mark: int,
+    blocks: Sequence[str],
+    params: Mapping[int, str],
+    meters: AbstractSet[int],
+) -> None:
+    """Raises if the gradient of `outputs` gets into or out of a block other than over its border.
+
+    What compiled functions and reentrant checkpoints do inside is not seen.
+
+    Args:
+        outputs: Tensors that come from the model.
+        mark: What the borders of these blocks are marked with.
+        blocks: The names of the blocks.
+        params: The names of parameters by id.
+        meters: The ids of the meters, whose gradients are none.
+
+    Raises:
+        SettingError: It names the block and what is wrong.
+    """
+    waiting = [(out.grad_fn, OUTSIDE) for out in outputs if out.grad_fn is not None]
+    seen: dict[Any, int] = {}
+    while waiting:
+        node, place = waiting.pop()
+        leaf = _leaf(node)
+        if id(leaf) in meters:
+            continue
+        if leaf is not None and place != OUTSIDE:
+            name = params.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}")
+            _refuse_argument(blocks[place], repr(name))
+        route = getattr(node, "route", (None, OUTSIDE, OUTSIDE))
+        ours = route[0] == mark
+        expected = route[1] if ours else seen.get(node, place)
+        if place != expected:
+            if place != OUTSIDE and expected == OUTSIDE:
+                _refuse_argument(blocks[place], "something that is computed outside of it")
+            _refuse_output(blocks[place if expected == OUTSIDE else expected])
+        if place != OUTSIDE and node.name() == _REENTRANT:
+            raise SettingError(
+                f"Block {blocks[place]!r} checkpoints a part of itself with use_reentrant=True, "
+                "which computes that part with unscaled weights. Use use_reentrant=False, or "
+                "checkpoint whole blocks."
+            )
+        seen[node] = place
+        place = route[2] if ours else place
+        for near, _ in node.next_functions:
+            if near is not None and seen.get(near) != place:
+                waiting.append((near, place))
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The tensor whose `.grad` the gradient ends in at `node`."""
+    leaf = getattr(node, "variable", None)
+    return leaf if isinstance(leaf, Tensor) and not node.next_functions else None
+
+
+def _refuse_output(block: str) -> NoReturn:
+    raise SettingError(
+        f"Something that block {block!r} computes is used outside of it, and did not leave it as "
+        "an output: the scale of the block would be missing there. Return it from the block (a "
+        "tensor, or tensors in tuples, lists and dicts), or leave the block out of blocks=."
+    )
+
+
+def _refuse_argument(block: str, what: str) -> NoReturn:
+    raise SettingError(
+        f"Block {block!r} uses {what}, which is neither a weight of it nor one of its arguments: "
+        "the scale of the block would stay in its gradient. Hand it to the block as an argument, "
+        "or leave the block out of blocks=."
+    )

@@ -1,0 +1,106 @@
+"""Where the scale of every block goes, from the largest gradients that were seen at its border.
+
+A pure function of whole numbers, for all blocks at once and without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscale.errors import SettingError
+
+ENTERING, LEAVING, WEIGHTS = range(3)
+"""The rows of `amax`: gradients of a block's outputs, of its inputs and of its weights."""
+MAX_EXPONENT = 60
+"""Two neighbours differ by a factor that float32 holds, and so does every factor."""
+_FLOOR = -14
+"""2**-14 is the smallest normal number of float16: no block falls below it because of a fault."""
+_FAULTS = 4
+"""Faults of a block that are remembered."""
+_WEIGHTS = 2
+"""Binades by which gradients of weights may be larger: nothing is computed from them."""
+
+
+class BlockState(NamedTuple):
+    """What is known of the blocks, in the order of the forward pass."""
+
+    exponents: Tensor
+    """int32: inside of the block, gradients are larger by two to the power of this."""
+    resting: Tensor
+    """int32: for how many more updates the block is kept lower, because of faults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """Keeps the largest gradient of a block between 2**low and 2**high.
+
+        entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,
+            all at the scale that the block has; amax is the largest of them, weights / 4
+        if entering is 0 or not finite:     # nothing is known, it was lost further up
+            move as the nearest block above of which something is known
+        elif leaving or weights is not finite:
+            move by -drop                   # or more, or less: entering goes to 2**target at most,
+            resting += rest                 # and not below 2**-14
+        elif not 2**low <= amax < 2**high:
+            move amax to 2**target          # while resting, low and target are lower by drop
+
+    A block that is in its place is left alone, so most blocks of most models keep the scale 1.
+    The numbers are binades of float16, whose largest number is just below 2**16. Several faults
+    add up: something inside of such a block is larger than what is seen at its border.
+    """
+
+    target: int = 6
+    low: int = 0
+    high: int = 12
+    drop: int = 8
+    rest: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("target", "low", "high", "drop", "rest"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise SettingError(f"{name} must be a whole number, got {value!r}.")
+        if not _FLOOR <= self.low <= self.target <= self.high <= 16:
+            raise SettingError(
+                f"low, target and high must rise from -14 to 16, got {self.low}, {self.target}, "
+                f"{self.high}."
+            )
+        if self.drop < 1:
+            raise SettingError(f"drop must be >= 1, got {self.drop}.")
+        if self.rest < 1:
+            raise SettingError(f"rest must be >= 1, got {self.rest}.")
+
+    def init(self, num_blocks: int, device: torch.device) -> BlockState:
+        """Every block at the scale 1."""
+        none = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        return BlockState(none, none.clone())
+
+    def update(self, state: BlockState, amax: Tensor) -> BlockState:
+        """The state after gradients as large as `amax`: a row each for the three places."""
+        finite = torch.isfinite(amax)
+        known = finite[ENTERING] & (amax[ENTERING] > 0)
+        fault = known & ~(finite[LEAVING] & finite[WEIGHTS])
+        came = torch.frexp(amax[ENTERING]).exponent
+        largest = torch.maximum(amax[ENTERING], amax[LEAVING])
+        largest = torch.maximum(largest, amax[WEIGHTS] * 2.0**-_WEIGHTS)
+        found = torch.frexp(largest).exponent
+
+        num_faults = (state.resting + (self.rest - 1)).div(self.rest, rounding_mode="floor")
+        lower = (num_faults * self.drop).clamp(max=self.low - _FLOOR)
+        outside = (found > self.high) | (found <= self.low - lower)
+        move = torch.where(outside, self.target - lower - found, 0)
+        fall = torch.minimum(
+            (came - self.target).clamp(min=self.drop), (came - _FLOOR).clamp(min=0)
+        )
+        move = torch.where(fault, -fall, move)
+
+        places = torch.arange(len(move), device=move.device)
+        above = torch.where(known, places, len(move)).flip(0).cummin(0).values.flip(0)
+        move = torch.where(above < len(move), move[above.clamp(max=len(move) - 1)], 0)
+        exponents = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        resting = (state.resting + torch.where(fault, self.rest, -1)).clamp(0, self.rest * _FAULTS)
+        return BlockState(exponents.to(torch.int32), resting.to(torch.int32))
