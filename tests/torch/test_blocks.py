@@ -102,7 +102,8 @@ def test_gradient_stays_scaled_from_block_to_block() -> None:
     blocks = BlockScales(model)
     plant(blocks, [30, 30, 30, 30, 30])
     routes = set()
-    waiting = [model(inputs(plain)).grad_fn]
+    output = model(inputs(plain))  # keeps its graph
+    waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
         routes.add(getattr(node, "route", (0, -1, -1))[1:])

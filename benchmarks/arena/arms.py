@@ -1,0 +1,198 @@
+"""The arms: how one step is taken, with whose scale."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gradscale
+from arena import measure
+from arena.training import Training, Turn
+from gradscale.torch import GradScaler
+
+BLOCKS = "float16, blocks"
+STATIC_SCALES = (*range(-10, 39, 4), 40)
+"""The logarithms to the base 2 of the scales that the search tries."""
+STARTS = (0, 8, 16, 24, 32, 40)
+"""The same of the first scales that `--starts` tries."""
+
+
+class Stepper(Protocol):
+    """Takes steps, each in two calls."""
+
+    def scale(self) -> float:
+        """The scale of the next backward pass."""
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of the scaled loss."""
+
+    def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        """Unscales, clips and steps, or skips; moves the scale and clears the gradients."""
+
+
+class Bare:
+    """No scale. A step is skipped if its gradients are not finite."""
+
+    def scale(self) -> float:
+        return 1.0
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        grads = measure.gradients(optimizer)
+        if all(bool(grad.isfinite().all()) for grad in grads):
+            _clip(optimizer, clip_norm)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+class Torchs:
+    """torch's scaler at its defaults, in torch's loop."""
+
+    def __init__(self, device: str, **settings: float) -> None:
+        self.scaler = torch.amp.GradScaler(device, **settings)
+
+    def scale(self) -> float:
+        return self.scaler.get_scale()
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self.scaler.unscale_(optimizer)
+        _clip(optimizer, clip_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+
+
+class Ours:
+    """gradscale's scaler with one of its policies, in two calls."""
+
+    def __init__(self, device: str, policy: Any) -> None:
+        self.scaler = GradScaler(device, policy=policy, underflow_every=1, on_stuck="ignore")
+        self.outcome: Any = None
+
+    def scale(self) -> float:
+        return self.scaler.get_scale()
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.backward(loss)
+
+    def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        self.outcome = self.scaler.apply(optimizer, clip_norm=clip_norm)
+
+
+class Blocks(Ours):
+    """torch's rule for the loss, and a scale of its own for every block of the model.
+
+    What is seen of gradients has left the blocks: it says nothing of underflow inside of them.
+    """
+
+    def __init__(self, training: Training, scales: Any) -> None:
+        super().__init__(training.place.device, gradscale.Dynamic())
+        self.scales = scales
+
+    def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        super().apply(optimizer, clip_norm)
+        self.scales.update()
+
+
+class Arm(NamedTuple):
+    """A way to train: a format, and who scales."""
+
+    name: str
+    dtype: torch.dtype
+    make: Callable[[Training], Stepper]
+    only_sequential: bool = False
+
+
+def advance(stepper: Stepper, turn: Turn, clip_norm: float | None, first: int = 0) -> measure.Step:
+    """Takes or skips the step of a turn; what became of it.
+
+    `first` is the place of the optimizer's first tensor among all of the training.
+    """
+    before, scale = measure.steps_taken(turn.optimizer), stepper.scale()
+    stepper.backward(turn.loss)
+    seen = measure.look(measure.gradients(turn.optimizer), first)
+    stepper.apply(turn.optimizer, clip_norm)
+    applied = measure.steps_taken(turn.optimizer) > before
+    return measure.Step(math.isfinite(turn.loss.item()), applied, scale, seen)
+
+
+@functools.cache
+def fixed_arms() -> dict[str, Arm]:
+    """The arms that are run once for every seed."""
+    arms = [
+        Arm("float32", torch.float32, lambda training: Bare()),
+        Arm("bfloat16", torch.bfloat16, lambda training: Bare()),
+        Arm("float16, no scale", torch.float16, lambda training: Bare()),
+        Arm("torch's GradScaler", torch.float16, lambda training: Torchs(training.place.device)),
+    ]
+    for name in ("Dynamic", "Headroom", "LogMax", "Histogram"):
+        policy = getattr(gradscale, name, None)
+        if policy is None:
+            print(f"{name} is left out: gradscale does not have it", flush=True)
+        else:
+            arms.append(_ours(name, policy))
+    blocks = _blocks()
+    if blocks is None:
+        print(f"{BLOCKS} is left out: gradscale has no BlockScales", flush=True)
+    else:
+        arms.append(blocks)
+    return {arm.name: arm for arm in arms}
+
+
+def static_arm(log2_scale: int) -> Arm:
+    """A scale that never moves."""
+    policy = gradscale.Static(init_scale=2.0**log2_scale)
+    return Arm(static_name(log2_scale), torch.float16, lambda t: Ours(t.place.device, policy))
+
+
+def static_name(log2_scale: int) -> str:
+    """What the arm with this scale is called."""
+    return f"static 2^{log2_scale}"
+
+
+def start_arms(log2_scale: int) -> list[Arm]:
+    """torch's scaler and the policies that move, from this scale on."""
+    scale = 2.0**log2_scale
+    arms = [
+        Arm(
+            f"torch's GradScaler from 2^{log2_scale}",
+            torch.float16,
+            lambda training: Torchs(training.place.device, init_scale=scale),
+        )
+    ]
+    for name in ("Headroom", "LogMax", "Histogram"):
+        policy = getattr(gradscale, name, None)
+        if policy is not None:
+            arms.append(_ours(f"{name} from 2^{log2_scale}", policy, init_scale=scale))
+    return arms
+
+
+def _ours(name: str, policy: Callable[..., Any], **settings: float) -> Arm:
+    return Arm(name, torch.float16, lambda t: Ours(t.place.device, policy(**settings)))
+
+
+def _clip(optimizer: Optimizer, clip_norm: float | None) -> None:
+    if clip_norm is not None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        nn.utils.clip_grad_norm_(params, clip_norm)
+
+
+def _blocks() -> Arm | None:
+    """The arm of BlockScales; None if gradscale does not have it."""
+    try:
+        scales = importlib.import_module("gradscale.torch.blocks").BlockScales
+    except (ImportError, AttributeError):
+        return None
+    return Arm(BLOCKS, torch.float16, lambda t: Blocks(t, scales(t.model)), only_sequential=True)
