@@ -64,7 +64,7 @@ POLICIES: dict[str, Policy] = {
         max_scale=2.0**40, format="float8_e5m2",
     ),
     "Headroom, anywhere": Headroom(
-        init_scale=2.0**-120, margin=1, memory=1, forget=1, pause=1, min_scale=BOTTOM,
+        init_scale=2.0**-120, margin=2, memory=1, forget=1, pause=1, min_scale=BOTTOM,
         max_scale=TOP, format="bfloat16",
     ),
     "LogMax": LogMax(

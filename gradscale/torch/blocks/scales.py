@@ -52,8 +52,8 @@ class BlockScales(Hooks):
             `nn.Sequential`s and `nn.ModuleList`s.
         rule: How the scales are chosen.
         every: Measure in every so many updates, after the first 16; in compiled models, always.
-            Measuring every time costs an H200 3.3 % of an iteration of a GPT-2 small, every
-            sixteenth time 1.6 %.
+            Measuring every time costs an H200 3.3 % of an iteration of a GPT-2 small, every fourth
+            time 2.3 %.
         group: A process group whose ranks use the same scales. Only needed where the ranks compute
             one block together; ranks that share a batch (DDP, FSDP2) need not agree.
     """
