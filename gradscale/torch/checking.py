@@ -157,18 +157,16 @@ class Checking(Scaling):
     def _measure_underflow(
         self, optimizers: Sequence[Optimizer], values: Gradients, window: Window
     ) -> None:
-        """Measures what scaled `values` underflow, in every so many steps, if asked for."""
+        """Measures what scaled `values` underflow, if asked for, and what the policy goes by."""
         if self._underflow_is_due(optimizers):
             share = underflow(values, self._format.smallest_normal, window.scale)
             for optimizer in optimizers:
                 self._measured[id(optimizer)].underflow = share
         if "upper" in self._policy.goes_by:
             there = {id(p): p for one in optimizers for p in params_with_grad(one)}
-            edge = self._format.max * EDGE
+            share = share_above(values_of(there.values()), self._format.max * EDGE, window.scale)
             for optimizer in optimizers:
-                self._measured[id(optimizer)].upper = share_above(
-                    values_of(there.values()), edge, window.scale
-                )
+                self._measured[id(optimizer)].upper = share
 
     def _goes_by_amax(self) -> bool:
         """Whether the policy must be told the largest magnitude."""

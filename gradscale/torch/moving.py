@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.formats import format_named
+from gradscale.formats import Format
 from gradscale.policy import Dynamic, GradStats, Headroom, State
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import kernels
@@ -25,6 +25,8 @@ PATIENT_LOSSES, LOSS_PERIOD = 32, 8
 
 class Moving(ScaleKeeper):
     """Scales that move by a policy."""
+
+    _format: Format
 
     def _move(
         self, finite: Tensor, fits: Tensor, window: Window | None, sizes: Mapping[str, Tensor]
@@ -102,8 +104,8 @@ class Moving(ScaleKeeper):
         if "exponent" in self._policy.goes_by:
             sizes["exponent"] = torch.frexp(sizes["amax"]).exponent.to(torch.int32)
         if "upper" in self._policy.goes_by:
-            edge = format_named(self._policy.format).max * EDGE  # type: ignore[union-attr]
-            sizes["upper"] = (amax > edge).float() if upper is None else upper
+            near = (amax > self._format.max * EDGE).float()
+            sizes["upper"] = near if upper is None else upper
         return sizes if self._policy.goes_by else {}
 
     def _loss_finite(self, window: Window) -> Tensor | bool:

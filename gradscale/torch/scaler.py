@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
-from gradscale.formats import format_named
+from gradscale.formats import Format, format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch import compiled
 from gradscale.torch.calibrating import Calibrating
@@ -101,7 +101,7 @@ class GradScaler(Calibrating):
         self._enabled = enabled
         self._keep(rule if policy is None else policy)
         self._warned_half = False
-        self._format = format_named(format)
+        self._format = _format_of(policy, format)
         self._underflow_every = underflow_every
         self._stuck = (on_stuck, stuck_after)
         self._begin()
@@ -258,3 +258,11 @@ class GradScaler(Calibrating):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+
+def _format_of(policy: Policy | None, format: str) -> Format:
+    """The format of the backward pass, which a policy may know as well."""
+    known = getattr(policy, "format", format)
+    if format not in (known, "float16"):
+        raise SettingError(f"format is {known!r} in the policy, got {format!r}. Give it once.")
+    return format_named(known)

@@ -173,3 +173,16 @@ def test_damaged_state_is_refused() -> None:
         state["gradscale"]["state"][name] = value
         with pytest.raises(gs.StateError, match=name):
             scaler.load_state_dict(state)
+
+
+def test_the_format_of_the_policy_is_that_of_the_scaler() -> None:
+    (w, _), policy = weights(), gs.Headroom(format="bfloat16")
+    for given in ({}, {"format": "bfloat16"}):
+        scaler = GradScaler(HERE, policy=policy, **given)
+        scaler.backward(w.sum())
+        outcome = scaler.apply(torch.optim.SGD([w], lr=1e-9))
+        assert float(outcome.headroom) > 100
+    with pytest.raises(
+        gs.SettingError, match="format is 'bfloat16' in the policy, got 'float8_e5m2'"
+    ):
+        GradScaler(HERE, format="float8_e5m2", policy=policy)
