@@ -455,7 +455,7 @@ FAULTS = [
         "policy/headroom.py",
         "level = xp.maximum(low, xp.minimum(high, second))",
         "level = exponent",
-        "tests/test_policy.py",
+        "tests/test_policy_sized.py",
     ),
     Fault(
         "a long run of bad steps is taken for larger gradients",

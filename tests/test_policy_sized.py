@@ -246,6 +246,20 @@ def test_one_spike_or_one_gradient_of_zero_does_not_poison_headroom() -> None:
         assert (scales[-50:] == calm).all()
 
 
+def test_one_spike_is_no_level() -> None:
+    policy = Headroom()
+    state = policy.init()
+    for _ in range(3):
+        state = policy.update(state, measured(2.0**-8 * state.scale))
+    before = state
+    state = policy.update(state, measured(2.0**-4 * state.scale))
+    assert state.crest == before.crest
+    assert state.peak == -3 * policy.memory
+    for _ in range(2):
+        state = policy.update(state, measured(2.0**-4 * state.scale))
+    assert state.crest == -3 * policy.memory
+
+
 def test_headroom_jumps() -> None:
     policy = Headroom(init_scale=1.0)
     state = policy.update(policy.init(), measured(2.0**-30 * 0.75))
@@ -269,6 +283,15 @@ def test_logmax_comes_back_from_one_overflow() -> None:
     amax[300] = 40.0
     report = walk(LogMax(), together(amax))
     assert np.abs(report.scales[320] - report.scales[299]).max() <= 2
+
+
+def test_logmax_comes_back_from_a_burst() -> None:
+    # With the rule about losses off. The scale is lowered all the while, which must not be taken
+    # for gradients that grow.
+    amax = np.random.default_rng(1).normal(-2.0, 0.5, (300, 50))
+    amax[200:260] = 1000.0
+    scales = walk(LogMax(), together(amax)).scales
+    assert (scales[262] >= scales[199] - 10).all()
 
 
 def test_logmax_takes_a_gradient_of_zero_for_nothing() -> None:
