@@ -35,6 +35,11 @@ class Format:
         return math.ldexp(self.smallest_normal, -self.mantissa_bits)
 
     @property
+    def ceiling(self) -> int:
+        """The frexp exponent of the largest finite number: 2 to the power of this is beyond it."""
+        return math.frexp(self.max)[1]
+
+    @property
     def eps(self) -> float:
         """The distance from 1 to the next number."""
         return math.ldexp(1.0, -self.mantissa_bits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 from gradscale.formats import FLOAT32
 
@@ -61,6 +61,15 @@ def room_below(factor: float) -> float:
     factor = float32(factor)
     room = float32(FLOAT32.max / factor)
     return room if room * factor <= FLOAT32.max else float32(room * (1 - 2.0**-24))
+
+
+S = TypeVar("S", bound=tuple[Any, ...])
+
+
+def where_all(condition: Any, moved: S, held: S, xp: Any) -> S:
+    """The state `moved` where `condition` holds, and else the one that is `held`."""
+    pairs = zip(moved, held, strict=True)
+    return type(held)(*(xp.where(condition, new, old) for new, old in pairs))
 
 
 _BITS = (64, 32, 16, 8, 4, 2, 1)

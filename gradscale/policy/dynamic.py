@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.formats import FLOAT32
-from gradscale.policy.arrays import new, room_below, scalars
+from gradscale.policy.arrays import new, room_below, scalars, where_all
 from gradscale.policy.settings import (
     MAX_SCALE,
     MIN_SCALE,
@@ -14,8 +14,8 @@ from gradscale.policy.settings import (
     as_factor,
     as_flag,
     as_scale,
-    place_bounds,
     settle,
+    settle_scales,
 )
 from gradscale.policy.stats import GradStats
 
@@ -81,8 +81,7 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         as_flag("exact", self.exact)
-        for name in ("init_scale", "min_scale", "max_scale"):
-            settle(self, name, as_scale(name, getattr(self, name), self.exact))
+        settle_scales(self, self.exact)
         for name, above, below in (
             ("growth_factor", 1.0, FLOAT32.max),
             ("backoff_factor", 0.0, 1.0),
@@ -90,7 +89,6 @@ class Dynamic:
             settle(self, name, as_factor(name, getattr(self, name), above, below, self.exact))
         for name in ("growth_interval", "hysteresis"):
             settle(self, name, as_count(name, getattr(self, name)))
-        place_bounds(self)
 
     def init(self, xp: Any = scalars, like: Any = None) -> DynamicState:
         """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
@@ -122,9 +120,7 @@ class Dynamic:
             good_steps=xp.where(grow, zero, good_steps),
             bad_steps=bad_steps,
         )
-        return DynamicState(
-            *(xp.where(loss_finite, new, old) for new, old in zip(moved, state, strict=True))
-        )
+        return where_all(loss_finite, moved, state, xp)
 
     def _interval(self, state: DynamicState, xp: Any) -> Any:
         """After how many finite steps in a row the scale grows (int32)."""

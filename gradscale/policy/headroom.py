@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.errors import SettingError
 from gradscale.formats import format_named
-from gradscale.policy.arrays import log2_of, new, power_of_two, scalars
+from gradscale.policy.arrays import log2_of, new, power_of_two, scalars, where_all
 from gradscale.policy.settings import (
     MAX_SCALE,
     MIN_SCALE,
     as_count,
-    as_scale,
-    place_bounds,
     settle,
+    settle_scales,
 )
 from gradscale.policy.stats import GradStats, demand
 
@@ -117,20 +115,13 @@ class Headroom:
     """The narrowest format of the backward pass, whose ceiling is meant."""
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            settle(self, name, as_scale(name, getattr(self, name), exact=True))
+        settle_scales(self, exact=True)
         for name in ("margin", "memory", "forget", "pause"):
             settle(self, name, as_count(name, getattr(self, name)))
         for name, most in (("margin", 100), ("memory", 2**20), ("pause", 2**20)):
             if getattr(self, name) > most:
                 raise SettingError(f"{name} must be at most {most}, got {getattr(self, name)}.")
         format_named(self.format)
-        place_bounds(self)
-
-    @property
-    def ceiling(self) -> int:
-        """The frexp exponent of the format's largest finite number."""
-        return math.frexp(format_named(self.format).max)[1]
 
     def init(self, xp: Any = scalars, like: Any = None) -> HeadroomState:
         """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
@@ -161,7 +152,7 @@ class Headroom:
         # What is unheard of cannot come from gradients, and must not overflow the sums below.
         exponent = zero + stats.exponent
         exponent = xp.maximum(xp.minimum(exponent, whole(256)), whole(-256)) - log2_scale
-        room = whole(self.ceiling - self.margin)
+        room = whole(format_named(self.format).ceiling - self.margin)
         parts = whole(self.memory)
 
         # What is known after this step.
@@ -244,9 +235,7 @@ class Headroom:
             rest=xp.where(rose, zero, xp.minimum(state.rest, last) + one),
         )
         takes = always & stats.loss_finite & xp.where(finite, fits, always)
-        return HeadroomState(
-            *(xp.where(takes, moved, held) for moved, held in zip(after, state, strict=True))
-        )
+        return where_all(takes, after, state, xp)
 
 
 def for_short_runs() -> Headroom:

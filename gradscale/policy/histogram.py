@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.formats import format_named
-from gradscale.policy.arrays import new, scalars
+from gradscale.policy.arrays import new, scalars, where_all
 from gradscale.policy.settings import (
     MAX_SCALE,
     MIN_SCALE,
     as_count,
     as_factor,
-    as_scale,
-    place_bounds,
     settle,
+    settle_scales,
 )
 from gradscale.policy.stats import GradStats, demand
 
@@ -57,18 +56,17 @@ class Histogram:
     threshold: float = 1e-7
     """The share of the elements that may be above the edge."""
     interval: int = 50
+    """Steps in a row on which there must have been room, before the scale is raised."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
     """The narrowest format of the backward pass, whose ceiling is meant."""
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            settle(self, name, as_scale(name, getattr(self, name), exact=True))
+        settle_scales(self, exact=True)
         settle(self, "threshold", as_factor("threshold", self.threshold, 0.0, 1.0, exact=False))
         settle(self, "interval", as_count("interval", self.interval))
         format_named(self.format)
-        place_bounds(self)
 
     def init(self, xp: Any = scalars, like: Any = None) -> HistogramState:
         """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
@@ -102,6 +100,4 @@ class Histogram:
             xp.where(grow, zero, clear_steps),
         )
         takes = loss_finite & xp.where(finite, always & stats.fits, always)
-        return HistogramState(
-            *(xp.where(takes, moved, held) for moved, held in zip(after, state, strict=True))
-        )
+        return where_all(takes, after, state, xp)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.errors import SettingError
 from gradscale.formats import FLOAT32, format_named
-from gradscale.policy.arrays import log2_of, new, power_of_two, scalars
+from gradscale.policy.arrays import log2_of, new, power_of_two, scalars, where_all
 from gradscale.policy.settings import (
     MAX_SCALE,
     MIN_SCALE,
     as_factor,
-    as_scale,
-    place_bounds,
     settle,
+    settle_scales,
 )
 from gradscale.policy.stats import GradStats, demand
 
@@ -45,8 +43,9 @@ class LogMax:
         scale = 2**floor(exponent of the ceiling - (mean of x + deviations * its deviation))
 
     The rule of OpenSeq2Seq. Three things are mended: an overflow counts as an x that would just
-    overflow (not as 65536, which pins the scale at its floor for ten thousand steps), a gradient of
-    0 counts as nothing (not as minus infinity), and the ceiling is that of the format. It is a rule
+    overflow, but not more than four above the mean (not as 65536, which pins the scale at its floor
+    for ten thousand steps), a gradient of 0 counts as nothing (not as minus infinity), and the
+    ceiling is that of the format. It is a rule
     of averages in float32, whose last bits, and so a scale at the edge of a binade, can differ from
     one framework to another.
 
@@ -70,8 +69,7 @@ class LogMax:
     """The narrowest format of the backward pass, whose ceiling is meant."""
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "min_scale", "max_scale"):
-            settle(self, name, as_scale(name, getattr(self, name), exact=True))
+        settle_scales(self, exact=True)
         for name in ("decay", "slow_decay"):
             settle(self, name, as_factor(name, getattr(self, name), 0.0, 1.0, exact=False))
         largest = FLOAT32.max
@@ -80,12 +78,6 @@ class LogMax:
             raise SettingError(f"deviations must be at most 100, got {given}.")
         settle(self, "deviations", given)
         format_named(self.format)
-        place_bounds(self)
-
-    @property
-    def ceiling(self) -> int:
-        """The frexp exponent of the format's largest finite number."""
-        return math.frexp(format_named(self.format).max)[1]
 
     def init(self, xp: Any = scalars, like: Any = None) -> LogMaxState:
         """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
@@ -105,7 +97,10 @@ class LogMax:
         one, zero = number(1.0), number(0.0)
         log2_scale = log2_of(state.scale, xp, zero)
         amax = xp.where(shows & finite, zero + stats.amax, one)
-        x = xp.where(finite, xp.log2(amax), number(self.ceiling + 1.0)) - log2_scale
+        x = (
+            xp.where(finite, xp.log2(amax), number(format_named(self.format).ceiling + 1.0))
+            - log2_scale
+        )
         # A long run of bad steps lowers the scale, and must not be taken for larger gradients.
         most = state.mean + number(4.0)
         x = xp.where(finite | (state.weight <= zero), x, xp.minimum(x, most))
@@ -121,7 +116,9 @@ class LogMax:
         square = xp.where(state.slow_weight > zero, off * (x - slow_mean), zero)
         variance, _ = averaged(state.variance, state.slow_weight, self.slow_decay, square)
         deviation = xp.sqrt(xp.maximum(variance, zero))
-        wanted = number(self.ceiling) - (mean + number(self.deviations) * deviation)
+        wanted = number(format_named(self.format).ceiling) - (
+            mean + number(self.deviations) * deviation
+        )
         wanted = xp.minimum(xp.maximum(wanted, number(-126.0)), number(127.0))
         scale = power_of_two(wanted, xp, one)
         scale = xp.where(finite, scale, xp.minimum(scale, state.scale * number(0.5)))
@@ -129,6 +126,4 @@ class LogMax:
         scale = xp.minimum(scale, number(self.max_scale))
         after = LogMaxState(scale, mean, slow_mean, variance, weight, slow_weight)
         takes = always & stats.loss_finite & shows & xp.where(finite, always & stats.fits, always)
-        return LogMaxState(
-            *(xp.where(takes, moved, held) for moved, held in zip(after, state, strict=True))
-        )
+        return where_all(takes, after, state, xp)

@@ -21,8 +21,10 @@ MAX_SCALE = DefaultBound(2.0**64)
 """The default ceiling."""
 
 
-def place_bounds(policy: Any) -> None:
-    """Lets default bounds give way to `init_scale`; refuses given bounds that exclude it."""
+def settle_scales(policy: Any, exact: bool) -> None:
+    """Checks `init_scale` and its bounds; default bounds give way to it, given ones do not."""
+    for name in ("init_scale", "min_scale", "max_scale"):
+        settle(policy, name, as_scale(name, getattr(policy, name), exact))
     low, high, start = policy.min_scale, policy.max_scale, policy.init_scale
     kept = float32(start)  # what a state will hold
     if isinstance(low, DefaultBound):

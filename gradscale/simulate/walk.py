@@ -48,7 +48,7 @@ def walk(
     steps, runs = history.amax.shape
     known: Any = policy
     facts = format_named(format)
-    ceiling = math.frexp(facts.max)[1]
+    ceiling = facts.ceiling
     smallest = math.log2(facts.smallest_subnormal) - 1
     state: Any = policy.init(np, like=np.zeros(runs, dtype=np.float32))
     if scales is not None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradscale.formats import format_named
 from gradscale.policy import Headroom, HeadroomState
 from gradscale.policy.headroom import BLIND, CURABLE, LONG, REACH, RECENT, WIDEST
 from gradscale.torch._triton.launching import Kernel
@@ -189,7 +190,7 @@ def _update_headroom(
 def _settings(policy: Headroom) -> tuple[Any, ...]:
     """What the kernel takes of `policy`."""
     return (
-        policy.ceiling - policy.margin,
+        format_named(policy.format).ceiling - policy.margin,
         policy.margin,
         policy.memory,
         policy.forget,
