@@ -42,7 +42,7 @@ class Border(torch.autograd.Function):
         """`x` itself. Where it enters a block it is a view, which torch lets nobody write to.
 
         Whoever did would change what others see of `x`, unknown to autograd. Where it leaves one it
-        is not, because the owner of `seen` (scales.py) can tell; but not while it is compiled.
+        is not, because the owner of `seen` (hooks.py) can tell; but not while it is compiled.
 
         The `route` is a mark, the place where its gradient comes from, and that it goes to.
         `entering` and `leaving` are the meters of the blocks that it enters and leaves.
