@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -272,15 +273,16 @@ def sharded(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     model = build(plain if kind == "ddp" else residuals)
     if kind == "ddp":
         return model, nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # also on a machine with a GPU
     policy = MixedPrecisionPolicy()
     if kind == "half":
         policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     for block in model:
         if kind == "parts":
-            fully_shard(block.wide)
-            fully_shard(block.narrow)
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy), model
+            fully_shard(block.wide, mesh=mesh)
+            fully_shard(block.narrow, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy), model
 
 
 def whole(grads: list[Tensor]) -> list[Tensor]:
@@ -321,7 +323,7 @@ def check_order() -> None:
     model = build(residuals)
     BlockScales(model)
     for block in model:
-        fully_shard(block)
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(CallOrderError, match=r"Call fully_shard\(\) first"):
         gradients(model)
 
@@ -364,3 +366,4 @@ if __name__ == "__main__":
     check_order()
     dist.barrier()  # nobody leaves while another still listens
     dist.destroy_process_group()
+    os._exit(0)  # threads of torch's that are still there abort a process, once in some fifty

@@ -72,16 +72,17 @@ class Hooks:
             yield first.register_forward_pre_hook(
                 partial(self._enter, place), prepend=True, with_kwargs=True
             )
-            yield last.register_forward_hook(partial(self._leave, place))
             for module in block.modules:
                 for unit, owners in _units(module).items():
                     yield unit.register_forward_pre_hook(
                         partial(self._lend, place, type(unit), owners)
                     )
+                    # torch.compile of torch 2.11 loses count of hooks that were put before others.
                     yield unit.register_forward_hook(
-                        self._take_back, prepend=True, always_call=True
+                        self._take_back, prepend=bool(unit._forward_hooks), always_call=True
                     )
                     self._widen(owner._parameters[name] for owner, name in owners)
+            yield last.register_forward_hook(partial(self._leave, place))
         yield self._model.register_forward_hook(self._end)
 
     def _enter(
