@@ -7,6 +7,7 @@ except ImportError as error:
 
 from gradscale.torch.events import Event
 from gradscale.torch.outcome import Culprit, StepOutcome
+from gradscale.torch.precision import MixedPrecision
 from gradscale.torch.scaler import GradScaler
 
-__all__ = ["Culprit", "Event", "GradScaler", "StepOutcome"]
+__all__ = ["Culprit", "Event", "GradScaler", "MixedPrecision", "StepOutcome"]

@@ -15,6 +15,7 @@ from gradscale.errors import CallOrderError, SettingError, StuckError
 from gradscale.policy import GradStats, Headroom, HeadroomState
 from gradscale.torch import compiled
 from gradscale.torch.applying import Applying
+from gradscale.torch.moment import Moment
 from gradscale.torch.unscale import read, times, values_of
 
 PASSES = 8
@@ -145,19 +146,16 @@ def _power_below(number: float) -> float:
 
 @contextmanager
 def _undone(params: Sequence[Tensor], model: torch.nn.Module | None) -> Iterator[None]:
-    """Puts back gradients, torch's random state and the buffers of `model` afterwards."""
+    """Puts back gradients, the random state and the buffers of `model` afterwards."""
     watched = {id(p): p for p in (*params, *(model.parameters() if model is not None else ()))}
     grads = [(param, param.grad) for param in watched.values()]
-    buffers = [] if model is None else [(b, b.clone()) for b in model.buffers()]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    moment = Moment([] if model is None else [model])
     for param, _ in grads:
         param.grad = None
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with torch.enable_grad():
             yield
     finally:
         for param, grad in grads:
             param.grad = grad
-        with torch.no_grad():
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
+        moment.restore()

@@ -20,6 +20,7 @@ from gradscale.formats import Format
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import compiled
 from gradscale.torch.kernels import capturing
+from gradscale.torch.losses import weigh_up
 from gradscale.torch.outcome import Blame, Names, culprits
 from gradscale.torch.scaling import Scaling
 from gradscale.torch.unscale import (
@@ -102,6 +103,8 @@ class Checking(Scaling):
         if key not in seen or seen[key]() is not optimizer:
             seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
         self._held[key] = optimizer
+        if window.spared:
+            weigh_up(params_with_grad(optimizer), window)
         return window
 
     def _stage(self, optimizer: Optimizer) -> OptState:
@@ -272,7 +275,8 @@ class Checking(Scaling):
         """bool, on the device of the scale: the step of `optimizer` must not take place."""
         fits, window = self._fits[id(optimizer)], self._pending()
         flags = list(self._found_inf_per_device(optimizer).values())
-        if len(flags) == 1 and flags[0].device == fits.device and not (window and window.losses):
+        plain = window is None or not (window.losses or window.spared)
+        if len(flags) == 1 and flags[0].device == fits.device and plain:
             return fits <= flags[0]
         return ~(self._finite(optimizer) & fits)
 
@@ -283,6 +287,8 @@ class Checking(Scaling):
         for own in window.losses.values() if window is not None else ():
             if own.reaches(optimizer):
                 finite = finite & own.finite
+        if window is not None and window.dropped is not None:
+            finite = finite & (window.dropped < window.spared)
         return finite
 
     def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:

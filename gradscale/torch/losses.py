@@ -1,5 +1,7 @@
 """Losses with a scale of their own, also where they share parameters with others.
 
+And losses that are left out of a step, rather than cost it, if their gradients are not finite.
+
 One `.grad` can hold one scale only. So the backward pass of such a loss starts from empty
 gradients; what comes of it is read on its own, brought to the common scale of the window and added
 to what was there. If it is not finite it adds nothing, so that the others' gradients can
@@ -8,7 +10,8 @@ still be judged, and the step is skipped because of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,9 +83,55 @@ def backward_alone(
     scaled: list[Tensor], window: Window, own: OwnLoss, kwargs: Mapping[str, Any]
 ) -> None:
     """Runs the backward pass of `scaled` losses, and adds its gradients at the window's scale."""
+    with _apart(scaled, window, kwargs, "a loss_id") as made:
+        window.begun += 1
+        window.own_passes += 1
+        window.blank = None
+        values = values_of(made)
+        own.note(made, read(values, torch.ones_like(own.scale)))
+        multiply(values, window.scale / own.scale)
+        clear(values, ~own.finite)
+
+
+@torch.no_grad()
+def backward_spared(scaled: list[Tensor], window: Window, kwargs: Mapping[str, Any]) -> None:
+    """Runs the backward pass of `scaled` losses, and adds its gradients if they are finite."""
+    begun = window.begun
+    with _apart(scaled, window, kwargs, "spare=True") as made:
+        values = values_of(made)
+        reading = read(values, window.inv_scale)
+        finite = reading.fits
+        for flag in reading.found_inf.values():
+            finite = finite & (move(flag, finite.device) == 0)
+        clear(values, ~finite)
+        window.note_spared(finite, window.begun - begun)
+
+
+def weigh_up(params: Iterable[Tensor], window: Window) -> None:
+    """Has the passes of `window` that were not left out weigh as much as all of them, once."""
+    if window.dropped is None:
+        return
+    if window.spared_begun != window.begun:
+        raise CallOrderError(
+            f"{window.spared_begun} of {window.begun} losses had spare=True, so what is left out "
+            "cannot be made up for. Give it to all losses of a step, or to none."
+        )
+    rest = (window.spared - window.dropped).clamp(min=1)
+    new = window.weigh(params)
+    multiply(values_of(new), (window.spared / rest).to(torch.float32))
+
+
+@contextmanager
+def _apart(
+    scaled: list[Tensor], window: Window, kwargs: Mapping[str, Any], what: str
+) -> Iterator[list[Tensor]]:
+    """The tensors that a backward pass of `scaled` has made gradients for, with these alone.
+
+    Afterwards they are added to those that were there before.
+    """
     if kwargs.get("create_graph"):
         raise SettingError(
-            "create_graph does not go with a loss_id: the gradients are rescaled afterwards. Use "
+            f"create_graph does not go with {what}: the gradients are changed afterwards. Use "
             "scaler.grad() for gradient penalties."
         )
     leaves = _leaves(scaled, kwargs.get("inputs"))
@@ -90,7 +139,7 @@ def backward_alone(
         kwargs = {**kwargs, "inputs": leaves}  # it may have been a generator
     if window.unscaled(leaves):
         raise CallOrderError(
-            "A loss with a loss_id would add to gradients that are unscaled already. Call "
+            f"A loss with {what} would add to gradients that are unscaled already. Call "
             "optimizer.zero_grad() before its backward pass."
         )
     window.look_at_waiting()
@@ -102,14 +151,7 @@ def backward_alone(
         for leaf, grad, copy in before:
             leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
         raise
-    window.begun += 1
-    window.own_passes += 1
-    window.blank = None
-    made = [leaf for leaf in leaves if leaf.grad is not None]
-    values = values_of(made)
-    own.note(made, read(values, torch.ones_like(own.scale)))
-    multiply(values, window.scale / own.scale)
-    clear(values, ~own.finite)
+    yield [leaf for leaf in leaves if leaf.grad is not None]
     for leaf, grad, copy in before:
         if copy is not None and leaf.grad is not None:
             leaf.grad.add_(copy)
@@ -148,8 +190,8 @@ def _leaves(outputs: list[Tensor], inputs: Any) -> list[Tensor]:
             found[id(leaf)] = leaf
         if node.name() == "CheckpointFunctionBackward":
             raise CallOrderError(
-                "A loss with a loss_id cannot see the parameters inside a reentrant checkpoint. "
-                "Call checkpoint() with use_reentrant=False."
+                "A loss with a loss_id or spare=True cannot see the parameters inside a reentrant "
+                "checkpoint. Call checkpoint() with use_reentrant=False."
             )
         for nearer, _ in node.next_functions:
             if nearer is not None and nearer not in seen:

@@ -38,6 +38,8 @@ class Moving(ScaleKeeper):
         if window is not None:
             if window.penalty_finite is not None:
                 finite = finite & window.penalty_finite
+            if window.dropped is not None:
+                finite = finite & (window.dropped == 0)
             if window.finite is None or window.captured:
                 loss_finite = self._loss_finite(window)
             else:
@@ -94,6 +96,20 @@ class Moving(ScaleKeeper):
         # The larger rules are a hundred operations, which plain numbers are quicker at.
         told = GradStats(*(v.item() if isinstance(v, Tensor) else v for v in stats))
         return map(torch.tensor, rule.update(plain(live), told))
+
+    def _lower(self, used: float) -> bool:
+        """Whether the scale is below the one that was `used`, in a step that overflowed.
+
+        A policy that waits for further overflows is told of this one again.
+        """
+        live = self._live("update()")
+        for _ in range(getattr(self._policy, "hysteresis", 1) - 1):
+            if float(live.scale) < used:
+                break
+            no, yes = torch.zeros_like(live.scale).bool(), torch.ones_like(live.scale).bool()
+            sizes = self._sizes_of(torch.zeros_like(live.scale))
+            self._update(0, live, GradStats(finite=no, fits=yes, **sizes))
+        return float(live.scale) < used
 
     def _sizes_of(self, amax: Tensor, upper: Tensor | None = None) -> dict[str, Tensor]:
         """What the policy goes by besides flags, if this is the largest scaled magnitude.

@@ -94,6 +94,11 @@ class StepOutcome:
     """int32: how many steps of this optimizer in a row have been skipped, this one included."""
     loss: Any = None
     """What a step with a closure returned, as a rule the loss; None without a closure."""
+    dropped: Tensor | None = None
+    """int32: how many backward passes were left out because their gradients were not finite; None
+    where such a pass costs the whole step."""
+    earlier: tuple[StepOutcome, ...] = ()
+    """What became of the same step at higher scales, where it was tried again."""
 
     _format: Format | None = None
     _floor: float = 0.0
@@ -124,6 +129,12 @@ class StepOutcome:
         value = value_at(self._values, name)  # type: ignore[arg-type]
         object.__setattr__(self, name, value)
         return value
+
+    def with_(self, **known: Any) -> StepOutcome:
+        """Itself, with these values put in."""
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+        return self
 
     @property
     def headroom(self) -> Tensor | None:
@@ -280,18 +291,32 @@ class Names:
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._stands: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
 
     def take(self, model: torch.nn.Module) -> None:
         """Takes over the names that `model` has for its parameters."""
         for name, param in model.named_parameters():
             self._given[id(param)] = (weakref.ref(param), name)
 
+    def stand_in(self, param: Tensor, stand: Tensor) -> None:
+        """Has `stand`, which an optimizer sees in the place of `param`, go by the same name."""
+        self._stands[id(param)] = weakref.ref(param), weakref.ref(stand)
+        known, name = self._given.get(id(param), (None, ""))
+        if known is not None and known() is param:
+            self._given[id(stand)] = weakref.ref(stand), name
+
+    def seen(self, param: Tensor) -> Tensor:
+        """What optimizers see of `param`: itself, or what stands in for it."""
+        ref, stand = self._stands.get(id(param), (None, None))
+        seen = stand() if ref is not None and stand is not None and ref() is param else None
+        return param if seen is None else seen
+
     def of(self, optimizers: Iterable[Optimizer]) -> dict[int, str]:
         """A name for every parameter of `optimizers`, by its id, in their order."""
         names: dict[int, str] = {}
         for number, group in enumerate(g for o in optimizers for g in o.param_groups):
             own = group.get("param_names", ())
-            for place, param in enumerate(group["params"]):
+            for place, param in enumerate(map(self.seen, group["params"])):
                 ref, name = self._given.get(id(param), (None, ""))
                 if ref is None or ref() is not param:
                     plain = f"group {number}, parameter {place}, shape {tuple(param.shape)}"

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from gradscale.errors import CallOrderError, caller_level
+from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.policy import State
 from gradscale.torch import compiled
 from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import check_loss_id
 from gradscale.torch.kernels import capturing
-from gradscale.torch.losses import backward_alone
+from gradscale.torch.losses import backward_alone, backward_spared
 from gradscale.torch.moving import Moving
 from gradscale.torch.outcome import Measured, StepOutcome
 from gradscale.torch.ties import ScalerTie
@@ -130,7 +130,9 @@ class Scaling(Moving):
         """The window whose gradients are there: of the last backward pass, if one was seen."""
         return self._window if self._made is None else self._made
 
-    def backward(self, loss: Any, *, loss_id: int | str = 0, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Any, *, loss_id: int | str = 0, spare: bool = False, **kwargs: Any
+    ) -> None:
         """Scales `loss`, a tensor or several, and runs its backward pass.
 
         Call it as often as you like before a step: gradients add up.
@@ -140,15 +142,24 @@ class Scaling(Moving):
             loss_id: Gives the loss a scale of its own, which its own overflows lower and nobody
                 else's. Its gradients are checked on their own and brought to the common scale
                 before they are added, which takes one more copy of them for the while.
+            spare: If the gradients of this pass are not finite, leave it out rather than the whole
+                step, and have the others of the step weigh as much as all: for accumulation. All
+                passes of a step must have it. It also takes one more copy of the gradients.
             kwargs: For `torch.autograd.backward`.
         """
         if torch.compiler.is_compiling():
-            return compiled.outside(self, "backward", loss, loss_id=loss_id, **kwargs)
+            ids = {"loss_id": loss_id, "spare": spare}
+            return compiled.outside(self, "backward", loss, **ids, **kwargs)
         losses = [loss] if isinstance(loss, Tensor) else list(loss)
         if not losses or not all(isinstance(one, Tensor) for one in losses):
             what = ", ".join(type(one).__name__ for one in losses) or "nothing"
             raise ValueError(f"backward() takes a tensor or an iterable of tensors, got {what}.")
         check_loss_id(loss_id)
+        if spare and loss_id != 0:
+            raise SettingError(f"spare=True goes with the common scale, got loss_id={loss_id!r}.")
+        if spare and self._enabled:
+            backward_spared([self.scale(one) for one in losses], self._open(losses[0]), kwargs)
+            return
         if loss_id == 0 or not self._enabled:
             torch.autograd.backward([self.scale(one) for one in losses], **kwargs)
             return

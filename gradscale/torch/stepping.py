@@ -200,6 +200,7 @@ class Stepping(Checking):
             _format=self._format,
             _floor=getattr(self._policy, "min_scale", 0.0),
             loss=returned,
+            dropped=window.dropped,
             _own=tuple((loss.finite, loss.scale) for loss in own),
             _blame=self._blame(optimizers, window, skipped),
             _nothing=nothing,
@@ -259,7 +260,7 @@ class Stepping(Checking):
         def find() -> Blame:
             measured = look()
             alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
-            owners = [p for o in alive for g in o.param_groups for p in g["params"]]
+            owners = [all_names.seen(p) for o in alive for g in o.param_groups for p in g["params"]]
             unique = {id(p): p for p in owners if chosen is None or id(p) in chosen}
             names = all_names.of(alive)
             first = told_by(measured.peaks, measured.counts, names, unique.values())

@@ -150,6 +150,13 @@ class Window:
         """How many of the backward passes were of losses with a scale of their own."""
         self.losses: dict[int | str, OwnLoss] = {}
         """The losses that have a scale of their own."""
+        self.spared = 0
+        """How many of the backward passes are left out, and not the whole step, if they are bad."""
+        self.spared_begun = 0
+        """How many of `begun` were these."""
+        self.dropped: Tensor | None = None
+        """int32: how many of them were bad; None without any."""
+        self._weighed: Marks = {}
         self._users: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
         self._one_by_one: Marks = {}
         self._at_once: _Marked | None = None
@@ -206,6 +213,20 @@ class Window:
                 self._inv_scale = self.scale.reciprocal()
         return self._inv_scale
 
+    def note_spared(self, finite: Tensor, begun: int) -> None:
+        """Counts a backward pass of so many losses that is left out if it was not `finite`."""
+        self.spared += 1
+        self.spared_begun += begun
+        bad = (~move(finite, self.scale.device)).to(torch.int32)
+        self.dropped = bad if self.dropped is None else self.dropped + bad
+
+    def weigh(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The `params` whose gradients nobody has asked for here; each comes once."""
+        there = [p for p in params if p.grad is not None]
+        new = [p for p in there if id(p) not in self._weighed or not self._weighed[id(p)].is_of(p)]
+        self._weighed |= {id(p): Mark(p, Fate.USED, self.begun, None) for p in new}
+        return new
+
     def note_loss(self, loss: Tensor) -> None:
         """Remembers whether `loss` was finite."""
         # Two kernels on a GPU, where `isfinite` takes four.
@@ -223,7 +244,8 @@ class Window:
 
     def is_unjudged(self) -> bool:
         """Whether no `update()` has had it yet, and its gradients alone decide about the scale."""
-        odd = self.losses or self.penalty_finite is not None or self.blank is not None
+        odd = self.losses or self.spared or self.blank is not None
+        odd = odd or self.penalty_finite is not None
         return self.finite is None and not odd
 
     def is_plain(self) -> bool:

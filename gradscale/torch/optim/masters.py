@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.errors import StateError
+from gradscale.errors import SettingError, StateError
 
 HALVES = (torch.float16, torch.bfloat16)
 """The formats whose weights have masters."""
 MODES = ("float32", "split")
 WHOLE, LOW = "master", "master_low"
 """The keys of masters in an optimizer's state: float32, and int16 beside the weight."""
+
+
+def mode_named(mode: str) -> str:
+    """`mode`; a SettingError if there is none of this name."""
+    if mode not in MODES:
+        raise SettingError(f"master must be one of {', '.join(MODES)}, got {mode!r}.")
+    return mode
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
@@ -110,3 +117,16 @@ def follow(param: Tensor, state: dict[str, Any]) -> None:
     """Takes over what somebody else has written to `param` into its float32 master."""
     whole = state[WHOLE]
     whole.copy_(torch.where(whole.to(param.dtype) == param, whole, param.float()))
+
+
+def take_unrounded(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Takes the states of half parameters as they were `saved`.
+
+    torch rounds every state that is loaded to the format of its parameter.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if param.dtype in HALVES and isinstance(value, Tensor) and name != "step":
+                optimizer.state[param][name] = value.to(param.device, copy=True)

@@ -43,11 +43,14 @@ class OnePass(torch.optim.Optimizer):
     def __init__(
         self, *args: Any, master: str = "float32", unscale_grads: bool = False, **settings: Any
     ) -> None:
-        if master not in masters.MODES:
-            raise SettingError(f"master must be one of {', '.join(masters.MODES)}, got {master!r}.")
-        self._master = master
+        self._master = masters.mode_named(master)
         self._unscale_grads = unscale_grads
         super().__init__(*args, **settings)
+        self._forget()
+
+    def keep_masters(self, master: str) -> None:
+        """Keeps masters in another way from here on; those that there are go over to it."""
+        self._master = masters.mode_named(master)
         self._forget()
 
     def _forget(self) -> None:
@@ -326,7 +329,7 @@ class OnePass(torch.optim.Optimizer):
         hooks = [
             self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given)),
             self.register_load_state_dict_post_hook(
-                lambda _: self._take_unrounded(seen[0]), prepend=True
+                lambda _: masters.take_unrounded(self, seen[0]), prepend=True
             ),
         ]
         try:
@@ -334,15 +337,6 @@ class OnePass(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _take_unrounded(self, saved: dict[str, Any]) -> None:
-        """Takes the states of half parameters as they were `saved`."""
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            for name, value in saved["state"].get(number, {}).items():
-                if param.dtype in masters.HALVES and isinstance(value, Tensor) and name != "step":
-                    self.state[param][name] = value.to(param.device, copy=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

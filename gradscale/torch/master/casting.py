@@ -1,0 +1,232 @@
+"""Models in float16 and bfloat16: which weights are cast, and what runs in which format.
+
+A model that was cast runs under autocast wherever it is called, so formats meet nowhere by
+accident: floating-point inputs are cast where they come in and outputs where they leave, norms keep
+their weights in float32, and a module that was asked to stay in float32 runs in it. Buffers keep
+their format: they are no weights, and a table of frequencies or a mean does not bear rounding.
+
+Parameters are cast in place: they stay the same objects, so optimizers still have them and tied
+weights stay tied.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.optim.masters import HALVES
+
+Keep = str | nn.Module | type[nn.Module]
+"""A module that stays in float32: by a pattern of its name, itself, or by its class."""
+
+_MIXED: tuple[type[nn.Module], ...] = (_NormBase, nn.LayerNorm, nn.GroupNorm)
+"""Autocast computes them in float32, or torch's kernels do; so only their weights are kept. Batch
+norms and instance norms are the first."""
+NORMS = (*_MIXED, nn.RMSNorm)
+"""The norms, which stay in float32 unless somebody says otherwise."""
+
+
+class Inside:
+    """The `forward` of a module, run in a format: `module.forward = Inside(module, ...)`.
+
+    An object and not a hook: `torch.compile` sees through it, and a copy of the module gets a copy.
+
+    Args:
+        module: Whose forward it is.
+        inputs: What floating-point inputs are cast to.
+        autocast: What autocast casts to inside; None: there is none.
+        outputs: What floating-point outputs are cast to; None: they stay as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: torch.dtype,
+        autocast: torch.dtype | None,
+        outputs: torch.dtype | None = None,
+    ) -> None:
+        self.module = module
+        self.inner = vars(module).get("forward")
+        self._inputs, self._autocast, self._outputs = inputs, autocast, outputs
+        self._device = device_of(module).type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        args, kwargs = tree_map_only(Tensor, self._enter, (args, kwargs))
+        with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
+            if self.inner is None:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+            else:
+                output = self.inner(*args, **kwargs)
+        return output if self._outputs is None else tree_map_only(Tensor, self._leave, output)
+
+    def _enter(self, value: Tensor) -> Tensor:
+        return _floating(value, self._inputs)
+
+    def _leave(self, value: Tensor) -> Tensor:
+        return value if self._outputs is None else _floating(value, self._outputs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward inside: some look at it to know what a model takes."""
+        if self.inner is not None:
+            return inspect.signature(self.inner)
+        whole = inspect.signature(type(self.module).forward)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+def _floating(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in `dtype` if it is in a format that autocast would cast."""
+    return value.to(dtype) if value.dtype in (torch.float32, *HALVES) else value
+
+
+def cast(model: nn.Module, dtype: torch.dtype, keep_float32: Iterable[Keep] = NORMS) -> None:
+    """Casts the weights of `model` to `dtype` in place, and has it run in that format.
+
+        cast(model, torch.float16, keep_float32=(*NORMS, "head", "*.router"))
+
+    Inputs come in as `dtype` and outputs leave as float32.
+
+    Args:
+        model: The model itself, before it is wrapped in DDP or sharded.
+        dtype: float16 or bfloat16.
+        keep_float32: Modules that stay in float32: names with wildcards, modules, classes. Batch,
+            layer and group norms run as autocast has them; all others in float32 altogether.
+
+    Raises:
+        SettingError: It cannot be cast; nothing was changed.
+    """
+    if dtype not in HALVES:
+        raise SettingError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}.")
+    model = bare(model)
+    kept = _kept(model, list(keep_float32))
+    _refuse(model)
+    fixed = {id(param) for module in kept for param in module.parameters(recurse=False)}
+    for param in model.parameters():
+        wide = torch.float32 if id(param) in fixed else dtype
+        if param.dtype in (torch.float32, *HALVES) and param.dtype is not wide:
+            param.data = param.data.to(wide)
+    run_in_float32(model, keep_float32)
+    _put_inside(model, Inside(model, dtype, dtype, torch.float32))
+
+
+def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> None:
+    """Has the modules of `keep_float32` run in float32, where autocast would not have them so."""
+    for module in _outermost(bare(model), list(keep_float32)):
+        _put_inside(module, Inside(module, torch.float32, None))
+
+
+def lift(model: nn.Module, optimizers: Iterable[Optimizer] = (), frozen: bool = False) -> None:
+    """Makes the weights of `model` that are trained float32, in place, and their states.
+
+    `frozen` weights are lifted too if asked: else a base that is not trained stays as it is.
+    """
+    params = [p for p in model.parameters() if p.dtype in HALVES and (frozen or p.requires_grad)]
+    if params:
+        refuse_wrapped(model)
+        _refuse(bare(model))
+    for param in params:
+        param.data = param.data.float()
+    lifted = set(map(id, params))
+    for optimizer in optimizers:
+        for key, state in optimizer.state.items():
+            if id(key) in lifted:
+                halves = {k: v for k, v in state.items() if getattr(v, "dtype", None) in HALVES}
+                state.update({name: value.float() for name, value in halves.items()})
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside of `torch.compile`, DDP and their like."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, _WRAPPERS):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first parameter or buffer of `model` is; the CPU if it has none."""
+    first: Iterator[Tensor] = model.parameters()
+    return next((value.device for value in (*first, *model.buffers())), torch.device("cpu"))
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises if `model` is wrapped in something that knows the formats of its weights."""
+    while model is not bare(model):
+        if isinstance(model, _WRAPPERS):
+            raise SettingError(
+                f"{type(model).__name__} knows the formats of the weights, so they cannot be cast "
+                "any more. Give MixedPrecision the model itself, and wrap it afterwards."
+            )
+        model = model._orig_mod  # type: ignore[assignment]
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raises if the weights of `model` cannot be cast now."""
+    for name, param in model.named_parameters():
+        if hasattr(param, "device_mesh"):
+            raise SettingError(
+                f"{name!r} is sharded, so it cannot be cast. Give fully_shard() a "
+                'MixedPrecisionPolicy(param_dtype=...) instead and use the mode "fp16" or "bf16".'
+            )
+        if param.grad is not None:
+            raise CallOrderError(
+                f"{name!r} has a gradient, and is about to be cast. Call zero_grad() first."
+            )
+    if isinstance(vars(model).get("forward"), Inside):
+        raise SettingError("The model has been cast already. Cast a model once.")
+
+
+def _kept(model: nn.Module, keep: list[Keep]) -> set[nn.Module]:
+    """The modules whose own weights stay in float32."""
+    kept: set[nn.Module] = set()
+    for each in keep:
+        kept.update(inner for found in find(model, each) for inner in found.modules())
+    # What is tied to such a weight has that very weight, so it stays as well.
+    while True:
+        fixed = {id(param) for module in kept for param in module.parameters(recurse=False)}
+        tied = {m for m in model.modules() if fixed & set(map(id, m.parameters(recurse=False)))}
+        if tied <= kept:
+            return kept
+        kept |= tied
+
+
+def _outermost(model: nn.Module, keep: list[Keep]) -> Iterator[nn.Module]:
+    """The modules of `keep` that are in no other one, and that autocast must be told of."""
+    named = [found for each in keep for found in find(model, each)]
+    chosen = {module for module in named if not isinstance(module, _MIXED)}
+    inner = {each for module in chosen for each in module.modules() if each is not module}
+    yield from (module for module in model.modules() if module in chosen and module not in inner)
+
+
+def find(model: nn.Module, keep: Keep) -> list[nn.Module]:
+    """The modules of `model` that `keep` means."""
+    if isinstance(keep, str):
+        return [module for name, module in model.named_modules() if fnmatchcase(name, keep)]
+    if isinstance(keep, nn.Module):
+        return [module for module in model.modules() if module is keep]
+    if isinstance(keep, type) and issubclass(keep, nn.Module):
+        return [module for module in model.modules() if isinstance(module, keep)]
+    raise SettingError(
+        "keep_float32 takes names with wildcards, modules and classes of modules, got "
+        f"{type(keep).__name__}."
+    )
+
+
+def _put_inside(module: nn.Module, forward: Inside) -> None:
+    """Makes `forward` the forward of `module`."""
+    vars(module)["forward"] = forward

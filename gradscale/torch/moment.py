@@ -1,0 +1,55 @@
+"""The moment before a backward pass: what a second try must find as the first one found it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def random_state() -> dict[str, Any]:
+    """The random state of torch, on the CPU and on every GPU in use, and of Python.
+
+    Tensors and plain numbers, so that `torch.load(weights_only=True)` reads it.
+    """
+    version, words, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    python = {"version": version, "words": list(words), "gauss": gauss}
+    return {"cpu": torch.get_rng_state(), "cuda": cuda, "python": python}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Goes back to a state that `random_state()` gave."""
+    torch.set_rng_state(state["cpu"])
+    for device, each in enumerate(state["cuda"]):
+        torch.cuda.set_rng_state(each, device)
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+
+
+class Moment:
+    """What was random and what models had counted, at the time it was made.
+
+    The random state of torch and Python, and the buffers of `models`, such as the statistics of
+    batch norms. Generators of your own are not in it.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._random = random_state()
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for model in models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Goes back there."""
+        set_random_state(self._random)
+        for module, name, buffer, kept in self._buffers:
+            module._buffers[name] = buffer.copy_(kept)
