@@ -97,7 +97,7 @@ class Masters:
         self._weights = [list(group["params"]) for group in self._optimizer.param_groups]
         for weight, stand in self._stands.values():
             if weight in state:
-                own = {k: v for k, v in state[weight].items() if k not in (WHOLE, LOW)}
+                own = {k: _widen(v) for k, v in state[weight].items() if k not in (WHOLE, LOW)}
                 if own:
                     state[stand] = own
         for group in self._optimizer.param_groups:
@@ -175,6 +175,7 @@ class Masters:
             return [param for group in groups for param in group["params"]]
         return [param for own in self._weights for param in own]
 
+    @torch.no_grad()
     def _stand_for(self, weight: Tensor) -> Tensor:
         """The master of `weight`, made if there is none."""
         if id(weight) in self._stands:
@@ -191,6 +192,12 @@ class Masters:
         stand = masters.master_of(weight, state)
         self._stands[id(weight)] = weight, stand
         return stand
+
+
+def _widen(value: Any) -> Any:
+    """`value`, a state that an optimizer may have made like the weight, like the master."""
+    half = isinstance(value, Tensor) and value.dtype in HALVES
+    return value.float() if half else value
 
 
 def _keep(saved: list[dict[str, Any]], given: dict[str, Any]) -> None:

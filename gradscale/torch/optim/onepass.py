@@ -345,7 +345,9 @@ class OnePass(torch.optim.Optimizer):
             self._tie = OptimizerTie(self)
         # A state of torch's optimizer that was not fused says so, and counts steps on the CPU.
         for group in self.param_groups:
-            group.update({name: value for name, value in _FIXED.items() if name in group})
+            said = {name: group.get(name) for name in _FIXED}  # None leaves it to torch
+            known = {name for name, value in said.items() if value is not None}
+            group.update({name: _FIXED[name] for name in known | ({"fused"} & group.keys())})
             for param in group["params"]:
                 steps = self.state.get(param, {}).get("step")
                 if steps is not None:

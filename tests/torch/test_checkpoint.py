@@ -1,0 +1,83 @@
+"""Checkpoints that a crash cannot spoil."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradscale.torch import checkpoint
+
+DIES_WRITING = """
+import os, signal, sys, torch
+from gradscale.torch import checkpoint
+
+save = torch.save
+
+
+def half(state, file):
+    save(state, file)
+    file.flush()
+    os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.save = half
+checkpoint.save(sys.argv[1], {"step": 2, "x": torch.ones(1000)})
+"""
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    state = {"step": 3, "x": torch.arange(4), "random": checkpoint.random_state()}
+    checkpoint.save(path, state)
+    loaded = checkpoint.load(path)
+    assert (loaded["step"], loaded["x"].tolist()) == (3, [0, 1, 2, 3])
+    first = torch.rand(3)
+    checkpoint.set_random_state(loaded["random"])
+    assert torch.equal(torch.rand(3), first)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_a_process_that_dies_writing_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, {"step": 1})
+    done = subprocess.run([sys.executable, "-c", DIES_WRITING, str(path)])
+    assert done.returncode == -9
+    (left,) = tmp_path.glob(".run.pt.*.part")  # it really died in the middle
+    with pytest.raises(RuntimeError):
+        torch.load(left, weights_only=True)
+    assert checkpoint.load(path)["step"] == 1
+    checkpoint.save(path, {"step": 3})
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+    assert checkpoint.load(path)["step"] == 3
+
+
+def test_what_cannot_be_saved_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, {"step": 1})
+    with pytest.raises(AttributeError):
+        checkpoint.save(path, {"step": lambda: None})
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+    assert checkpoint.load(path)["step"] == 1
+
+
+def test_files_of_living_processes_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    mine = [f".run.pt.{platform.node()}.{os.getppid()}.part", ".run.pt.elsewhere.1.part"]
+    for name in mine:
+        (tmp_path / name).write_bytes(b"")
+    checkpoint.save(path, {"step": 1})
+    assert {file.name for file in tmp_path.iterdir()} == {"run.pt", *mine}
+
+
+def test_loading_runs_no_code(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, {"evil": test_loading_runs_no_code})
+    with pytest.raises(Exception, match="weights_only"):
+        checkpoint.load(path)

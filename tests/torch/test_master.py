@@ -1,0 +1,477 @@
+"""Models that are cast, and masters for any optimizer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch import MixedPrecision
+from gradscale.torch.master import Inside, Masters, cast, lift
+from gradscale.torch.master.casting import NORMS, bare
+
+torch.set_num_threads(1)
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Tied(nn.Module):
+    """Words in, words out, with one table for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("table", torch.linspace(0, 1, 8) ** 9)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, numbers: Tensor, bias: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.inner(self.norm(self.words(numbers) + self.table))
+        if bias is not None:
+            x = x + bias
+        return {"logits": self.head(x), "numbers": numbers}
+
+
+def seeded(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+# Casting.
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_weights_are_cast_and_norms_and_buffers_are_not(dtype: torch.dtype) -> None:
+    model = seeded(Tied)
+    params = dict(model.named_parameters())
+    cast(model, dtype)
+    for name, param in model.named_parameters():
+        assert param is params[name]  # so an optimizer still has it
+        norm = name.startswith("norm") or name == "inner.1.weight"
+        assert param.dtype is (torch.float32 if norm else dtype), name
+    assert model.head.weight is model.words.weight
+    assert (model.table.dtype, model.count.dtype) == (torch.float32, torch.int64)
+    out = model(torch.arange(10), bias=torch.ones(8))
+    assert (out["logits"].dtype, out["numbers"].dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_cast_model_computes_what_it_did_but_for_rounding(dtype: torch.dtype) -> None:
+    model = seeded(Tied)
+    before = model(torch.arange(10))["logits"]
+    wide = before.detach().abs().max()
+    cast(model, dtype)
+    after = model(torch.arange(10))["logits"]
+    # Each of the six operations rounds once, and the weights once; sums are of eight.
+    assert (after - before).abs().max() <= 16 * torch.finfo(dtype).eps * wide
+    with torch.autocast("cpu", dtype=dtype):  # within, too, it is the same
+        assert torch.equal(model(torch.arange(10))["logits"], after)
+
+
+def test_inputs_are_cast_where_they_come_in() -> None:
+    seen = []
+
+    class Look(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, more: list[Tensor], *, key: Tensor, number: int) -> Tensor:
+            seen.extend([x.dtype, more[0].dtype, more[1].dtype, key.dtype])
+            return x * self.weight * number
+
+    model = Look()
+    cast(model, torch.float16)
+    single, double = torch.ones(3), torch.ones(3, dtype=torch.float64)
+    out = model(single, [single, torch.ones(3, dtype=torch.int32)], key=double, number=2)
+    assert seen == [torch.float16, torch.float16, torch.int32, torch.float64]
+    assert out.dtype is torch.float32
+    assert torch.equal(out, torch.full((3,), 2.0))
+
+
+class Record(nn.Linear):
+    """A layer that remembers the formats it ran in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.formats = x.dtype, self.weight.dtype, out.dtype
+        return out
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(Record(4, 4), nn.Sequential(Record(4, 4), nn.ReLU()), Record(4, 4))
+
+
+@pytest.mark.parametrize("keep", ["1", "1*", "module", "class"])
+def test_what_is_kept_runs_in_float32(keep: str) -> None:
+    model = chain()
+
+    class Kept(nn.Sequential):
+        pass
+
+    model[1] = Kept(*model[1])
+    kept: Any = {"module": model[1], "class": Kept}.get(keep, keep)
+    cast(model, torch.float16, keep_float32=(*NORMS, kept))
+    model(torch.ones(2, 4))
+    single, half = torch.float32, torch.float16
+    assert model[0].formats == (half, half, half)
+    assert model[1][0].formats == (single, single, single)
+    assert model[2].formats == (single, half, half)  # autocast casts what comes in
+
+
+def test_what_is_kept_runs_in_float32_under_autocast_alone() -> None:
+    model = chain()
+    MixedPrecision(model, optim.SGD(model.parameters()), "bf16", keep_float32=["1"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(2, 4))
+    assert model[1][0].formats == (torch.float32,) * 3
+    assert model[2].formats[2] is torch.bfloat16
+
+
+def test_what_is_tied_to_a_kept_weight_is_kept() -> None:
+    model = seeded(Tied)
+    cast(model, torch.float16, keep_float32=(*NORMS, "head"))
+    assert model.words.weight.dtype is torch.float32
+    assert model.words.weight is model.head.weight
+    assert model.inner[0].weight.dtype is torch.float16
+    assert model(torch.arange(3))["logits"].dtype is torch.float32
+
+
+def test_frozen_weights_are_cast_too_and_other_formats_are_not() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    model.double_weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    model.whole = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    cast(model, torch.bfloat16)
+    formats = {name: param.dtype for name, param in model.named_parameters()}
+    assert formats["weight"] is formats["bias"] is torch.bfloat16
+    assert (formats["double_weight"], formats["whole"]) == (torch.float64, torch.int8)
+
+
+def test_compiled_before_or_after() -> None:
+    numbers = torch.arange(10)
+    plain, early, late = (seeded(Tied) for _ in range(3))
+    cast(plain, torch.bfloat16)
+    compiled = torch.compile(early, backend="eager", fullgraph=True)
+    compiled(numbers)
+    cast(compiled, torch.bfloat16)
+    cast(late, torch.bfloat16)
+    after = torch.compile(late, backend="eager", fullgraph=True)
+    expected = plain(numbers)["logits"]
+    assert torch.equal(compiled(numbers)["logits"], expected)
+    assert torch.equal(after(numbers)["logits"], expected)
+    assert bare(compiled) is early
+    torch._dynamo.reset()
+
+
+def test_a_copy_and_a_pickle_of_a_cast_model_run_by_themselves() -> None:
+    model = seeded(Tied)
+    cast(model, torch.float16, keep_float32=(*NORMS, "inner"))
+    expected = model(torch.arange(4))["logits"]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert other.forward.module is other
+        assert other.inner.forward.module is other.inner
+        with torch.no_grad():
+            model.words.weight.zero_()
+        assert torch.equal(other(torch.arange(4))["logits"], expected)
+
+
+def test_the_signature_is_that_of_the_model() -> None:
+    model = seeded(Tied)
+    before = inspect.signature(model.forward)
+    cast(model, torch.float16)
+    assert inspect.signature(model.forward) == before
+    twice = Inside(model, torch.float32, None)
+    assert inspect.signature(twice) == before
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"), [(3, "takes names with wildcards"), (int, "takes names with wildcards")]
+)
+def test_odd_things_are_not_kept(keep: Any, message: str) -> None:
+    model = seeded(Tied)
+    with pytest.raises(SettingError, match=message):
+        cast(model, torch.float16, keep_float32=[keep])
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+
+
+def test_refusals_change_nothing(one_rank: None) -> None:
+    model = seeded(Tied)
+    with pytest.raises(SettingError, match=r"torch\.float16 or torch\.bfloat16, got torch\.int8"):
+        cast(model, torch.int8)
+    model.head.weight.grad = torch.zeros_like(model.head.weight)
+    with pytest.raises(CallOrderError, match=r"'words\.weight' has a gradient"):
+        cast(model, torch.float16)
+    model.zero_grad()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(SettingError, match="wrap it afterwards"):
+        MixedPrecision(wrapped, optim.SGD(model.parameters()), "fp16-master")
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+    cast(model, torch.float16)
+    with pytest.raises(SettingError, match="cast already"):
+        cast(model, torch.float16)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_weights_are_refused(one_rank: None) -> None:
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(SettingError, match=r"'weight' is sharded.*MixedPrecisionPolicy"):
+        cast(model, torch.float16)
+
+
+def test_lifting_takes_states_along_and_leaves_the_frozen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    model[0].requires_grad_(False)
+    optimizer = optim.SGD(model[1].parameters(), lr=0.5, momentum=0.9)
+    for param in model[1].parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    values = [param.detach().float() for param in model.parameters()]
+    lift(model, [optimizer])
+    assert [param.dtype for param in model.parameters()] == [torch.float16] * 2 + [
+        torch.float32
+    ] * 2
+    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+    assert all(s["momentum_buffer"].dtype is torch.float32 for s in optimizer.state.values())
+    lift(model, frozen=True)
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+
+
+# Masters.
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "Adadelta": optim.Adadelta,
+    "Adafactor": optim.Adafactor,
+    "Adagrad": optim.Adagrad,
+    "Adam": optim.Adam,
+    "Adam amsgrad": lambda p, lr: optim.Adam(p, lr=lr, amsgrad=True),
+    "AdamW foreach": lambda p, lr: optim.AdamW(p, lr=lr, foreach=True),
+    "AdamW fused": lambda p, lr: optim.AdamW(p, lr=lr, fused=True),
+    "Adamax": optim.Adamax,
+    "ASGD": optim.ASGD,
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "RMSprop": lambda p, lr: optim.RMSprop(p, lr=lr, momentum=0.9, centered=True),
+    "Rprop": optim.Rprop,
+    "SGD": optim.SGD,
+    "SGD momentum": lambda p, lr: optim.SGD(p, lr=lr, momentum=0.9, dampening=0.1),
+    "SGD fused": lambda p, lr: optim.SGD(p, lr=lr, momentum=0.9, fused=True),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+both_modes = pytest.mark.parametrize("mode", ["float32", "split"])
+
+
+def weights(dtype: torch.dtype, count: int = 3) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(4, 5), (7,), ()][:count]
+    # Not near 0: there 16 more bits of float16 are fewer than float32 has.
+    values = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
+    return [nn.Parameter(value.to(dtype)) for value in values]
+
+
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for place, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator).half()
+        param.grad = None if (step + place) % 4 == 3 else grad.to(param.dtype)
+
+
+def take_steps(optimizer: optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    """Steps with masters, or without if the weights are float32."""
+    masters = Masters(optimizer) if params[0].dtype is not torch.float32 else None
+    for step in steps:
+        give_gradients(params, step)
+        if masters is None:
+            optimizer.step()
+        else:
+            masters.gather()
+            with masters.in_place():
+                optimizer.step()
+
+
+@both_modes
+@every_optimizer
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masters_move_as_float32_weights_would(
+    dtype: torch.dtype, make: Callable[..., optim.Optimizer], mode: str
+) -> None:
+    mine = weights(dtype)
+    theirs = [nn.Parameter(param.detach().float()) for param in mine]
+    optimizer, reference = make(mine, lr=0.01), make(theirs, lr=0.01)
+    masters = Masters(optimizer, mode)
+    for step in range(12):
+        give_gradients(mine, step)
+        for param, other in zip(mine, theirs, strict=True):
+            other.grad = None if param.grad is None else param.grad.float()
+        masters.gather()
+        with masters.in_place():
+            optimizer.step()
+        reference.step()
+        for param, other in zip(mine, theirs, strict=True):
+            assert torch.equal(param, other.to(dtype))
+    for whole, other in zip(masters.params(), theirs, strict=True):
+        assert torch.equal(whole, other)
+    assert all(param.grad is None for param in mine)
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(a is b for a, b in zip(held, mine, strict=True))
+
+
+@both_modes
+@every_optimizer
+def test_a_checkpoint_goes_on_bit_for_bit(make: Callable[..., optim.Optimizer], mode: str) -> None:
+    runs = []
+    for cut in (None, 5):
+        params = weights(torch.float16)
+        optimizer = make(params, lr=0.01)
+        masters = Masters(optimizer, mode)
+        for step in range(10):
+            if step == cut:
+                file = io.BytesIO()
+                torch.save({"params": params, "state": optimizer.state_dict()}, file)
+                file.seek(0)
+                saved = torch.load(file, weights_only=True)
+                params = weights(torch.float16)
+                optimizer = make(params, lr=0.01)
+                masters = Masters(optimizer, mode)
+                with torch.no_grad():
+                    for param, value in zip(params, saved["params"], strict=True):
+                        param.copy_(value)
+                optimizer.load_state_dict(saved["state"])
+            give_gradients(params, step)
+            masters.gather()
+            with masters.in_place():
+                optimizer.step()
+        runs.append([*masters.params(), *params])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_small_updates_are_not_lost() -> None:
+    param = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    plain = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    optimizer, without = optim.SGD([param], lr=1e-4), optim.SGD([plain], lr=1e-4)
+    masters = Masters(optimizer, "split")
+    for _ in range(1000):
+        param.grad, plain.grad = torch.ones_like(param), torch.ones_like(plain)
+        masters.gather()
+        with masters.in_place():
+            optimizer.step()
+        without.step()
+    assert plain.item() == 1.0  # 1e-4 is less than half of the distance to the next number
+    assert param.item() == torch.tensor(0.9).half().item()
+
+
+def test_gradients_add_up_in_float32() -> None:
+    param = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    masters = Masters(optimizer := optim.SGD([param], lr=1.0))
+    for value in (2048.0, 1.0, 1.0):
+        param.grad = torch.full_like(param, value)
+        masters.gather()
+        assert param.grad is None
+    with masters.in_place():
+        assert optimizer.param_groups[0]["params"][0].grad.item() == 2050.0
+        optimizer.step()
+    assert next(masters.params()).item() == -2050.0
+
+
+def test_a_group_that_is_added_later_has_masters_too() -> None:
+    first, second = weights(torch.float16, 2)
+    masters = Masters(optimizer := optim.SGD([first], lr=0.1, momentum=0.9))
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [second], "lr": 0.2})
+        for param in (first, second):
+            param.grad = torch.ones_like(param) if step >= 2 or param is first else None
+        masters.gather()
+        with masters.in_place():
+            optimizer.step()
+    assert [whole.dtype for whole in masters.params()] == [torch.float32] * 2
+    expected = weights(torch.float32, 2)[1].detach().half().float() - 0.2 * (1 + 1.9)
+    torch.testing.assert_close(list(masters.params())[1], expected, rtol=1e-6, atol=0)
+
+
+def test_who_writes_to_a_weight_writes_to_its_master() -> None:
+    (param,) = weights(torch.float16, 1)
+    take_steps(optimizer := optim.SGD([param], lr=1e-4), [param], range(2))
+    whole = optimizer.state[param]["master"].clone()
+    assert not torch.equal(whole, param.float())
+    with torch.no_grad():
+        param[0] = 3.0
+    take_steps(optimizer, [param], range(3, 4))  # without a gradient
+    param.grad = torch.zeros_like(param)
+    masters = Masters(optimizer)
+    masters.gather()
+    with masters.in_place():
+        optimizer.step()
+    now = optimizer.state[param]["master"]
+    assert torch.equal(now[0], torch.full((5,), 3.0))
+    assert torch.equal(now[1:], whole[1:])  # the others keep what rounding has cut off
+
+
+def test_a_step_that_fails_can_be_tried_again() -> None:
+    (param,) = weights(torch.float16, 1)
+    optimizer = optim.Adam([param], lr=0.1)
+    masters = Masters(optimizer)
+    before = param.detach().clone()
+    fails = [True]
+
+    def fail(*_: Any) -> None:
+        if fails.pop():
+            raise RuntimeError("planted")
+
+    optimizer.register_step_pre_hook(fail)
+    param.grad = torch.ones_like(param)
+    masters.gather()
+    with pytest.raises(RuntimeError, match="planted"), masters.in_place():
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is param
+    assert torch.equal(param, before)
+    assert set(optimizer.state) == {param}
+    fails.append(False)
+    with masters.in_place():
+        optimizer.step()
+    assert not torch.equal(param, before)
+    fails.append(False)
+    masters.zero_grad()
+    with masters.in_place():
+        optimizer.step()  # nothing is left of the gradient
+    assert optimizer.state[param]["step"].item() == 1
+
+
+def test_sparse_gradients_of_half_tables() -> None:
+    table = nn.Embedding(6, 3, sparse=True).half()
+    masters = Masters(optimizer := optim.SGD(table.parameters(), lr=1.0))
+    before = table.weight.detach().clone()
+    table(torch.tensor([1, 1, 4])).float().sum().backward()
+    masters.gather()
+    with masters.in_place():
+        optimizer.step()
+    moved = (table.weight.detach() - before).float().sum(1)
+    assert moved.round().tolist() == [0.0, -6.0, 0.0, 0.0, -3.0, 0.0]
+
+
+def test_bad_mode_is_named() -> None:
+    with pytest.raises(SettingError, match="master must be one of float32, split, got 'both'"):
+        Masters(optim.SGD(weights(torch.float16)), "both")
