@@ -1,7 +1,7 @@
 """A gradient penalty, as in WGAN-GP: a critic that measures the distance of two clouds of points.
 
-The penalty is made of gradients, which must not be scaled: scaler.grad() computes them with the
-scale, so that float16 can hold them, and hands them back without it.
+The penalty is made of gradients, which must not be scaled: mp.grad() computes them with the scale,
+so that float16 can hold them, and hands them back without it. Its backward pass is a double one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch import GradScaler
+from gradscale.torch import MixedPrecision
 
 STEPS = 400
 BATCH = 256
@@ -22,7 +22,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     critic = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.Adam(critic.parameters(), lr=5e-3, betas=(0.5, 0.9), fused=True)
-    scaler = GradScaler(device)
+    mp = MixedPrecision(critic, optimizer, "fp16")
     shift = torch.tensor([SHIFT, 0.0], device=device)
 
     def clouds(count: int) -> tuple[Tensor, Tensor]:
@@ -34,23 +34,23 @@ def main() -> None:
         left, right = clouds(BATCH)
         between = torch.lerp(left, right, torch.rand(BATCH, 1, device=device)).requires_grad_()
 
-        with torch.autocast(device, dtype=torch.float16):
+        with mp.autocast():
             gap = critic(right).float().mean() - critic(left).float().mean()
             scores = critic(between).float().sum()
-        (slopes,) = scaler.grad(scores, between, create_graph=True)
+        (slopes,) = mp.grad(scores, between, create_graph=True)
         if slopes is None:
             raise SystemExit("The critic does not depend on its input.")
         norms = slopes.norm(dim=1)
 
-        scaler.backward(-gap + PENALTY * (norms - 1).square().mean())
-        scaler.apply(optimizer)
+        mp.backward(-gap + PENALTY * (norms - 1).square().mean())
+        mp.step()
         slope = norms.detach().mean()
 
     left, right = clouds(10_000)
     with torch.no_grad():
         distance = (critic(right).mean() - critic(left).mean()).item()
     print(f"the clouds are {SHIFT:.2f} apart, the critic says {distance:.2f}")
-    print(f"mean slope {slope:.2f} (wanted: 1), scale {scaler.get_scale():g}")
+    print(f"mean slope {slope:.2f} (wanted: 1), scale {mp.scaler.get_scale():g}")
     if not abs(distance - SHIFT) < 0.2 or not abs(slope - 1) < 0.15:
         raise SystemExit("The critic is wrong.")
 

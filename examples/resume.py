@@ -1,14 +1,14 @@
-"""A run that is killed and resumed ends bit for bit where an uninterrupted run ends.
+"""A run that is killed and resumed ends bit for bit where an undisturbed run ends.
 
 A child process trains and is killed with SIGKILL at whatever moment that catches it. The run then
-goes on from the last checkpoint, which is whole at any time: it is written beside the old one and
-takes its place in a single step.
+goes on from the last checkpoint, which is whole at any time: checkpoint.save() writes it beside the
+old one and puts it in its place at once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
+import random
 import signal
 import tempfile
 import time
@@ -18,62 +18,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch import GradScaler
+import gradscale as gs
+from gradscale.torch import MixedPrecision, checkpoint
 
-STEPS = 400
+STEPS = 300
 SAVE_EVERY = 20
-
-
-def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    beside = path.with_suffix(".part")
-    with beside.open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def train(path: Path) -> None:
     """To the end, from the checkpoint at `path` if there is one."""
     torch.manual_seed(0)
+    random.seed(0)  # its state is in the checkpoint as well
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    net = nn.Sequential(
+        *(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
+    )
+    optimizer = torch.optim.AdamW(net.to(device).parameters(), lr=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
-    # A short interval, so that the scale grows until steps overflow and are skipped.
-    scaler = GradScaler(device, growth_interval=25)
-    scaler.follow(scheduler)
-    data = torch.Generator().manual_seed(1)
-    parts: dict[str, Any] = {"net": net, "optimizer": optimizer}
-    parts |= {"scheduler": scheduler, "scaler": scaler}
+    # A rule that overflows every now and then, so that there is something to go on with.
+    mp = MixedPrecision(net, optimizer, "fp16-master", policy=gs.Dynamic(growth_interval=25))
+    mp.follow(scheduler)
 
     start = 0
     if path.exists():
-        checkpoint = torch.load(path, map_location=device)
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        data.set_state(checkpoint["data"].cpu())
-        start = checkpoint["step"]
+        saved = checkpoint.load(path)
+        mp.load_state_dict(saved["mp"])
+        scheduler.load_state_dict(saved["scheduler"])
+        checkpoint.set_random_state(saved["random"])
+        start = saved["step"]
 
     for step in range(start, STEPS):
-        inputs = torch.randn(64, 8, generator=data).to(device)
-        with torch.autocast(device, dtype=torch.float16):
-            outputs = net(inputs)
-        loss = nn.functional.mse_loss(outputs.float(), inputs.sum(dim=1, keepdim=True))
-        scaler.backward(loss)
-        scaler.apply(optimizer, clip_norm=1.0)
+        inputs = torch.randn(64, 8, device=device)
+        with mp.autocast():
+            loss = nn.functional.mse_loss(net(inputs), inputs.sum(dim=1, keepdim=True))
+        mp.backward(loss)
+        mp.step(clip_norm=1.0)
 
         if (step + 1) % SAVE_EVERY == 0:
-            scaler.flush()  # first let the scheduler catch up with the last step
-            checkpoint = {name: part.state_dict() for name, part in parts.items()}
-            save(path, {**checkpoint, "data": data.get_state(), "step": step + 1})
+            # First mp.state_dict(), which lets the scheduler catch up with the last step.
+            state: dict[str, Any] = {"mp": mp.state_dict(), "scheduler": scheduler.state_dict()}
+            state |= {"random": checkpoint.random_state(), "step": step + 1}
+            checkpoint.save(path, state)
 
 
 def same(left: Any, right: Any) -> bool:
+    """Whether two checkpoints are equal, bit for bit."""
     if isinstance(left, Tensor):
-        return torch.equal(left, right)
+        return torch.equal(left, right) and left.dtype == right.dtype
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
 
 
@@ -89,11 +84,16 @@ def main() -> None:
         child.join()
         if child.exitcode != -signal.SIGKILL:
             raise SystemExit("The child came to its end before it was killed.")
-        print(f"killed when {torch.load(broken)['step']} of {STEPS} steps were saved")
+        print(f"killed when {checkpoint.load(broken)['step']} of {STEPS} steps were saved")
+
         train(broken)
-        if not same(torch.load(whole), torch.load(broken)):
+        left, right = checkpoint.load(whole), checkpoint.load(broken)
+        applied = left["scheduler"]["last_epoch"]
+        if not same(left, right):
             raise SystemExit("The two runs differ.")
-    print("resumed: parameters, optimizer, scheduler, scaler and data are equal, bit for bit")
+        if not 0 < applied < STEPS:
+            raise SystemExit("Some steps should have overflowed, and not all.")
+    print(f"resumed: after {applied} applied steps everything is equal, bit for bit")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ ends with `-->`, each on a line of its own; it runs at its place among the block
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,10 @@ def run_page(path: Path) -> int:
 def run_example(path: Path) -> str:
     """What an example prints; the test fails if the example does, or if it warns."""
     command = [sys.executable, "-W", "error", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    # One thread: their networks are small, and threads that wait for a busy core take ten times as
+    # long (2 cores, shared).
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.fail(f"{path.name} exited with {done.returncode}:\n{done.stderr}")
     return done.stdout
@@ -85,6 +89,11 @@ def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
     assert run_example(path)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 100
 
 
 def test_dropin_example_skips_the_planted_step_and_learns() -> None:

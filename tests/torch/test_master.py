@@ -228,6 +228,28 @@ def test_refusals_change_nothing(one_rank: None) -> None:
         cast(model, torch.float16)
 
 
+def test_weights_that_float16_does_not_have_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model[1].weight[0, 0] = 65519.0  # still rounds to 65504
+        cast(copy.deepcopy(model), torch.float16)
+        model[1].weight[0, 0] = 65520.0
+    message = r"'1\.weight' has weights beyond 65504.*keep_float32=\['1'\]"
+    with pytest.raises(SettingError, match=message):
+        cast(model, torch.float16)
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+    cast(copy.deepcopy(model), torch.bfloat16)
+    cast(model, torch.float16, keep_float32=["1"])
+
+
+def test_a_gradient_of_what_is_not_cast_does_not_matter() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    model[0].requires_grad_(False)
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    lift(model)
+    assert model[1].weight.dtype is torch.float32
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)

@@ -128,11 +128,12 @@ def test_every_mode_trains(mode: str, make: Any) -> None:
 def test_masters_and_split_masters_make_the_same_weights(make: Any, limits: dict[str, Any]) -> None:
     runs = []
     for mode in ("fp16-master", "fp16-pure"):
-        model, mp = built(mode, make)
+        model = net()
         # Far from 0, where 16 more bits are all that float32 has.
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(param.sign() * (param.abs() + 0.5))
+        mp = MixedPrecision(model, make(model.parameters(), lr=1e-2), mode)
         advance(model, mp, 20, **limits)
         runs.append([*model.parameters(), *mp.float32_model_state().values()])
     assert same(*runs)
@@ -142,7 +143,8 @@ def test_what_a_master_loop_by_hand_does() -> None:
     model, mp = built("fp16-master", OPTIMIZERS["foreach"], policy=gs.Static(init_scale=2.0**10))
     hand = copy.deepcopy(model)
     params = [p for p in hand.parameters() if p.requires_grad]
-    wholes = [nn.Parameter(param.detach().float()) for param in params]
+    # Masters begin as the weights were before they were rounded.
+    wholes = [nn.Parameter(p.detach()) for p in net().parameters()]
     optimizer = optim.AdamW(wholes, lr=1e-2, foreach=True)
     for step in range(10):
         torch.manual_seed(step)
@@ -175,6 +177,34 @@ def test_bad_gradients_leave_no_trace(mode: str, make: Any, bad: float) -> None:
     counts = outcome.culprits()[0]
     assert (counts.infs, counts.nans) == ((6, 0) if bad == math.inf else (0, 6))
     assert all(param.grad is None for param in model.parameters())
+
+
+@every_optimizer
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_masters_begin_as_the_weights_were(mode: str, make: Any) -> None:
+    _, mp = built(mode, make)
+    state = mp.float32_model_state()
+    for name, param in net().named_parameters():
+        # 16 more bits of a float16 number near 0 are not all of float32's.
+        atol = 2.0**-41 if mode == "fp16-pure" else 0.0
+        torch.testing.assert_close(state[name], param.detach(), rtol=0, atol=atol)
+
+
+def test_a_policy_takes_the_format_of_the_mode() -> None:
+    model, mp = built("bf16", policy=gs.Headroom())
+    assert mp.scaler._policy.format == "bfloat16"
+    assert advance(model, mp, 3).applied
+
+
+@every_mode
+def test_calibrating(mode: str) -> None:
+    model, mp = built(mode, policy=gs.Headroom(init_scale=2.0**40))
+    before, count = picture(mp), model.norm.num_batches_tracked.clone()
+    scale = mp.calibrate(lambda: loss_of(model, data()))
+    assert scale == mp.scaler.get_scale()
+    assert same(picture(mp), before)
+    assert model.norm.num_batches_tracked == count
+    assert advance(model, mp).applied
 
 
 def test_a_static_scale_in_bfloat16() -> None:
@@ -622,6 +652,15 @@ def test_what_the_closure_returned_comes_back() -> None:
     assert not outcome.loss.requires_grad
 
 
+def test_closures_that_forget_something() -> None:
+    model, mp = built("fp16")
+    with pytest.raises(SettingError, match="must return the loss, got None"):
+        mp.run(lambda: None)
+    with pytest.raises(CallOrderError, match=r"accumulate\(1\) has had 1"):
+        mp.run(lambda: [loss_of(model, data()), loss_of(model, data())])
+    assert all(param.grad is None for param in model.parameters())
+
+
 def test_a_closure_that_fails_leaves_nothing_behind() -> None:
     model, mp = built("fp16-master", OPTIMIZERS["foreach"])
     before = picture(mp)
@@ -656,6 +695,27 @@ def test_a_state_goes_on_bit_for_bit(mode: str, make: Any) -> None:
         advance(each_model, each, 5)
     assert same(picture(other), picture(mp))
     assert other.scaler.state_dict() == mp.scaler.state_dict()
+
+
+def test_what_follows_is_saved_with_it() -> None:
+    runs = []
+    for cut in (False, True):
+        model, mp = built("fp16-master", OPTIMIZERS["SGD"])
+        mp.follow(optim.lr_scheduler.ExponentialLR(mp.optimizers[0], 0.5), lambda: None)
+        for step in range(6):
+            if cut and step == 3:
+                saved = mp.state_dict()
+                model, mp = built("fp16-master", OPTIMIZERS["SGD"])
+                mp.follow(optim.lr_scheduler.ExponentialLR(mp.optimizers[0], 0.5))
+                mp.load_state_dict(saved)
+            torch.manual_seed(step)
+            advance(model, mp)
+        mp.flush()
+        runs.append([*picture(mp), torch.tensor(mp.optimizers[0].param_groups[0]["lr"])])
+    assert same(*runs)
+    _, other = built("fp16-master", OPTIMIZERS["SGD"])
+    with pytest.raises(StateError, match="has 1 followed, here are 0"):
+        other.load_state_dict(mp.state_dict())
 
 
 def test_states_of_others_are_refused_whole() -> None:

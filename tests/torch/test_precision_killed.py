@@ -51,7 +51,6 @@ def train(path: Path, dies: str | None) -> str:
     """What came of training, in hexadecimal digits."""
     torch.set_num_threads(1)
     everyone = runs()
-    schedulers = [mp.scaler._followers._followers[0].call.__self__ for mp in everyone]  # type: ignore[attr-defined]
     torch.manual_seed(5)
     first = 0
     if path.exists():
@@ -59,8 +58,6 @@ def train(path: Path, dies: str | None) -> str:
         first = state["step"]
         for mp, saved in zip(everyone, state["runs"], strict=True):
             mp.load_state_dict(saved)
-        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
         checkpoint.set_random_state(state["random"])
     for step in range(first, STEPS):
         for mp in everyone:
@@ -76,7 +73,6 @@ def train(path: Path, dies: str | None) -> str:
             state = {
                 "step": step + 1,
                 "runs": [mp.state_dict() for mp in everyone],
-                "schedulers": [scheduler.state_dict() for scheduler in schedulers],
                 "random": checkpoint.random_state(),
             }
             checkpoint.save(path, state)

@@ -109,12 +109,15 @@ def cast(model: nn.Module, dtype: torch.dtype, keep_float32: Iterable[Keep] = NO
         raise SettingError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}.")
     model = bare(model)
     kept = _kept(model, list(keep_float32))
-    _refuse(model)
+    if isinstance(vars(model).get("forward"), Inside):
+        raise SettingError("The model has been cast already. Cast a model once.")
     fixed = {id(param) for module in kept for param in module.parameters(recurse=False)}
-    for param in model.parameters():
-        wide = torch.float32 if id(param) in fixed else dtype
-        if param.dtype in (torch.float32, *HALVES) and param.dtype is not wide:
-            param.data = param.data.to(wide)
+    new = {
+        name: torch.float32 if id(param) in fixed else dtype
+        for name, param in model.named_parameters()
+        if param.dtype in (torch.float32, *HALVES)
+    }
+    _cast_in_place(model, new)
     run_in_float32(model, keep_float32)
     _put_inside(model, Inside(model, dtype, dtype, torch.float32))
 
@@ -130,18 +133,20 @@ def lift(model: nn.Module, optimizers: Iterable[Optimizer] = (), frozen: bool = 
 
     `frozen` weights are lifted too if asked: else a base that is not trained stays as it is.
     """
-    params = [p for p in model.parameters() if p.dtype in HALVES and (frozen or p.requires_grad)]
-    if params:
+    halves = {
+        name: param
+        for name, param in bare(model).named_parameters()
+        if param.dtype in HALVES and (frozen or param.requires_grad)
+    }
+    if halves:
         refuse_wrapped(model)
-        _refuse(bare(model))
-    for param in params:
-        param.data = param.data.float()
-    lifted = set(map(id, params))
+    _cast_in_place(bare(model), dict.fromkeys(halves, torch.float32))
+    lifted = set(map(id, halves.values()))
     for optimizer in optimizers:
         for key, state in optimizer.state.items():
             if id(key) in lifted:
-                halves = {k: v for k, v in state.items() if getattr(v, "dtype", None) in HALVES}
-                state.update({name: value.float() for name, value in halves.items()})
+                narrow = {k: v for k, v in state.items() if getattr(v, "dtype", None) in HALVES}
+                state.update({name: value.float() for name, value in narrow.items()})
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -175,9 +180,12 @@ def refuse_wrapped(model: nn.Module) -> None:
         model = model._orig_mod  # type: ignore[assignment]
 
 
-def _refuse(model: nn.Module) -> None:
-    """Raises if the weights of `model` cannot be cast now."""
-    for name, param in model.named_parameters():
+@torch.no_grad()
+def _cast_in_place(model: nn.Module, formats: dict[str, torch.dtype]) -> None:
+    """Casts the parameters of these names, if all of them can be."""
+    params = {name: param for name, param in model.named_parameters() if name in formats}
+    new = {name: p for name, p in params.items() if p.dtype is not formats[name]}
+    for name, param in new.items():
         if hasattr(param, "device_mesh"):
             raise SettingError(
                 f"{name!r} is sharded, so it cannot be cast. Give fully_shard() a "
@@ -187,8 +195,19 @@ def _refuse(model: nn.Module) -> None:
             raise CallOrderError(
                 f"{name!r} has a gradient, and is about to be cast. Call zero_grad() first."
             )
-    if isinstance(vars(model).get("forward"), Inside):
-        raise SettingError("The model has been cast already. Cast a model once.")
+        if formats[name] is torch.float16 and bool(_overflows(param)):
+            raise SettingError(
+                f"{name!r} has weights beyond 65504, which are infinite in float16. Keep its "
+                f"module in float32: keep_float32=[{name.rpartition('.')[0]!r}]."
+            )
+    for name, param in new.items():
+        param.data = param.data.to(formats[name])
+
+
+def _overflows(param: Tensor) -> Tensor:
+    """bool: a number of `param` is finite, and would not be in float16."""
+    largest = torch.where(param.isfinite(), param, 0).abs().amax() if param.numel() else param.sum()
+    return largest.to(torch.float16).isinf()
 
 
 def _kept(model: nn.Module, keep: list[Keep]) -> set[nn.Module]:

@@ -45,11 +45,9 @@ class Masters:
         """The groups' own parameters while masters stand there."""
         self._versions: Any = WeakIdKeyDictionary()
         """Of the weights, when we wrote to them last."""
-        saved: list[dict[str, Any]] = []
-        optimizer.register_load_state_dict_pre_hook(lambda _, given: _keep(saved, given))
-        optimizer.register_load_state_dict_post_hook(
-            lambda loaded: masters.take_unrounded(loaded, saved.pop()), prepend=True
-        )
+        self._saved: dict[str, Any] = {}
+        optimizer.register_load_state_dict_pre_hook(self._note_saved)
+        optimizer.register_load_state_dict_post_hook(self._take_saved, prepend=True)
 
     @property
     def are_in(self) -> bool:
@@ -168,6 +166,17 @@ class Masters:
         for weight in self._own_params():
             weight.grad = None
 
+    def _note_saved(self, _: Optimizer, saved: dict[str, Any]) -> None:
+        """Remembers what is about to be loaded."""
+        self._saved = saved
+
+    def _take_saved(self, optimizer: Optimizer) -> None:
+        """Takes states as they were saved, masters among them."""
+        masters.take_unrounded(optimizer, self._saved)
+        self._saved = {}
+        self._stands.clear()
+        self._versions.clear()
+
     def _own_params(self) -> list[Tensor]:
         """The parameters of the groups, with weights where masters stand."""
         groups = self._optimizer.param_groups
@@ -198,8 +207,3 @@ def _widen(value: Any) -> Any:
     """`value`, a state that an optimizer may have made like the weight, like the master."""
     half = isinstance(value, Tensor) and value.dtype in HALVES
     return value.float() if half else value
-
-
-def _keep(saved: list[dict[str, Any]], given: dict[str, Any]) -> None:
-    """Makes `given` the only one of `saved`."""
-    saved[:] = [given]

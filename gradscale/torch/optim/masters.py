@@ -79,6 +79,14 @@ def settle(param: Tensor, state: dict[str, Any], mode: str) -> None:
         put(param, state, whole, mode)
 
 
+def begin(param: Tensor, state: dict[str, Any], whole: Tensor, mode: str) -> None:
+    """Gives `param`, which was `whole` before it was cast, that very number for a master."""
+    if mode == "float32":
+        state[WHOLE] = whole
+    else:
+        put(param, state, whole, mode)
+
+
 def like(param: Tensor, value: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """`value`, a state of `param`, as kernels take it: in `dtype`, where and as the parameter lies.
 

@@ -101,10 +101,11 @@ class MixedPrecision(Steps):
     def _compute(self, closure: Callable[[], Any], passes: int, drop: str) -> Any:
         """What `closure` returned, after the backward passes of its losses."""
         with ExitStack() as stack:
-            if passes > 1:
-                stack.enter_context(self.accumulate(passes, drop=drop))
+            stack.enter_context(self.accumulate(passes, drop=drop))
             with self.autocast():
                 made = closure()
+            if made is None:
+                raise SettingError("closure must return the loss, got None. Does it say return?")
             if isinstance(made, Tensor):
                 self.backward(made)
                 return made.detach()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError, StateError
-from gradscale.policy import Headroom, Policy, Static
+from gradscale.policy import Dynamic, Headroom, Off, Policy, Static
 from gradscale.torch.master.casting import (
     NORMS,
     Keep,
@@ -22,7 +24,7 @@ from gradscale.torch.master.casting import (
     run_in_float32,
 )
 from gradscale.torch.master.masters import Masters
-from gradscale.torch.optim.masters import HALVES, LOW, WHOLE, master_of
+from gradscale.torch.optim.masters import HALVES, LOW, WHOLE, begin, master_of
 from gradscale.torch.optim.onepass import OnePass
 from gradscale.torch.precision.modes import mode_named
 from gradscale.torch.scaler import GradScaler
@@ -45,6 +47,8 @@ class Models:
         **settings: Any,
     ) -> None:
         self.mode = mode_named(mode)
+        self._followed: list[Any] = []
+        """What `follow()` was given that can be saved."""
         self.models = [model] if isinstance(model, nn.Module) else list(model)
         self.optimizers = as_optimizers(optimizer)
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
@@ -52,14 +56,27 @@ class Models:
         if policy is None:
             half = self.mode.passes == "float16"
             policy = Headroom() if half else Static(init_scale=1.0)
+        if not isinstance(policy, Static | Off | Dynamic):  # all others know the format
+            policy = replace(policy, format=self.mode.passes)
         self._device = device_of(self.models[0]).type
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
+        exact = [(o, p, p.data) for o, p in self._trained() if p.dtype is torch.float32]
         self._cast(list(keep_float32))
         self._masters = {id(each): self._masters_of(each) for each in self.optimizers}
+        with torch.no_grad():
+            for owner, param, whole in exact:
+                if self.mode.master is not None and param.dtype in HALVES:
+                    begin(param, owner.state[param], whole, self.mode.master)
         for each in self.models:
             self.scaler.name(bare(each))
         self.retries = 0
         """How many times a step was computed again by `run()`."""
+
+    def _trained(self) -> Iterator[tuple[Optimizer, Any]]:
+        """The parameters that are trained, with their optimizers."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from ((optimizer, param) for param in group["params"] if param.requires_grad)
 
     def _cast(self, keep: list[Keep]) -> None:
         """Brings the models into the formats of the mode."""
@@ -92,9 +109,10 @@ class Models:
         return masters
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on: weights, masters, averages, scale.
+        """Everything that a run needs to go on: weights, masters, averages, scale, schedulers.
 
-        Not the random state and the place in the data: see gradscale.torch.checkpoint.
+        Of what `follow()` was given, that is what has a state: no plain functions. Not the random
+        state and the place in the data: see gradscale.torch.checkpoint.
         """
         self.scaler.flush()
         return {
@@ -103,6 +121,7 @@ class Models:
             "models": [bare(model).state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
+            "followed": [each.state_dict() for each in self._followed],
             "retries": self.retries,
         }
 
@@ -118,11 +137,13 @@ class Models:
             bare(model).load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        for each, saved in zip(self._followed, state["followed"], strict=True):
+            each.load_state_dict(saved)
         self.retries = state["retries"]
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raises if `state` is not one of ours for these models and optimizers."""
-        wanted = {"version", "mode", "models", "optimizers", "scaler", "retries"}
+        wanted = {"version", "mode", "models", "optimizers", "scaler", "followed", "retries"}
         if not isinstance(state, Mapping) or not wanted <= state.keys():
             found = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise StateError(f"This is no state of MixedPrecision: it has {found}.")
@@ -136,7 +157,12 @@ class Models:
                 f"This state is of the mode {state['mode']!r}, and this run is "
                 f"{self.mode.name!r}. Go on in the same mode, or load float32_model_state()."
             )
-        for kind, mine in (("models", self.models), ("optimizers", self.optimizers)):
+        here: dict[str, list[Any]] = {
+            "models": self.models,
+            "optimizers": self.optimizers,
+            "followed": self._followed,
+        }
+        for kind, mine in here.items():
             if len(state[kind]) != len(mine):
                 raise StateError(f"This state has {len(state[kind])} {kind}, here are {len(mine)}.")
         for model, saved in zip(self.models, state["models"], strict=True):

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
@@ -126,8 +126,24 @@ class Steps(Models):
             optimizer.zero_grad()
 
     def follow(self, *things: Any, **settings: Any) -> None:
-        """Steps schedulers, averages, counters after applied steps alone: `GradScaler.follow`."""
+        """Steps schedulers, averages, counters after applied steps alone: `GradScaler.follow`.
+
+        What has a state is saved in `state_dict()`.
+        """
         self.scaler.follow(*things, **settings)
+        self._followed += [each for each in things if hasattr(each, "load_state_dict")]
+
+    def calibrate(self, closure: Callable[[], Tensor]) -> float:
+        """The scale that suits the gradients of `closure`: `GradScaler.calibrate`.
+
+        Runs under `autocast()`; nothing is stepped, and all is put back.
+        """
+
+        def cast() -> Tensor:
+            with self.autocast():
+                return closure()
+
+        return self.scaler.calibrate(cast, self.optimizers, nn.ModuleList(self.models))
 
     def flush(self) -> None:
         """Tells and calls everything that is still due; **waits for the device**."""
@@ -148,6 +164,8 @@ class _Share:
                 "more. Call step() after the block."
             )
         self.taken += 1
+        if self.passes == 1:
+            return loss
         if isinstance(loss, Tensor):
             return loss / self.passes
         return [one / self.passes for one in loss]

@@ -1,0 +1,299 @@
+"""`apex.amp`: mixed precision by opt level, with a scale for every loss.
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+scaled_loss.backward()
+torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradscale import foreign
+from gradscale.compat.apex import models as treating
+from gradscale.compat.apex.functions import (
+    REGISTRY,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from gradscale.compat.apex.options import Options, settle
+from gradscale.compat.apex.scaling import LossScaler
+from gradscale.compat.apex.session import SESSION, disable_casts
+from gradscale.compat.apex.stepping import Caretaker, finish
+from gradscale.errors import SettingError, StateError, caller_level
+
+__all__ = [
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]
+
+_amp_state = SESSION
+"""Where Apex keeps `loss_scalers`, which many scripts read: `loss_scalers[0].loss_scale()`."""
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: Any = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Has models and optimizers train as `opt_level` says; the same objects, in the same shapes.
+
+    Call it after the models are on their device, and before they are wrapped in DDP.
+
+    Args:
+        models: A model, or a list of them.
+        optimizers: An optimizer, or a list of them; None to infer only, and only the models come
+            back.
+        enabled: False switches everything here off.
+        opt_level: "O0" float32, "O1" autocast, "O2" half weights with float32 masters and batch
+            norms, "O3" half altogether.
+        cast_model_type: The format of the weights, also torch.bfloat16.
+        patch_torch_functions: Whether forward passes run under autocast; O1 only.
+        keep_batchnorm_fp32: Whether batch norms stay in float32; also "True" and "False".
+        master_weights: Whether half weights have float32 masters.
+        loss_scale: "dynamic", or a number, also as a string.
+        cast_model_outputs: The format of what models return, instead of float32.
+        num_losses: How many losses have a scale of their own; see `scale_loss`.
+        verbosity: Not used: nothing is printed.
+        min_loss_scale: The floor of dynamic scales; None is 2**-14.
+        max_loss_scale: Their ceiling.
+    """
+    if not enabled:
+        SESSION.begin(None, [])
+        return models if optimizers is None else (models, optimizers)
+    given = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+    }
+    options = settle(opt_level, given)
+    scale: Any = options.loss_scale
+    bounds: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    scalers = [LossScaler(scale, **bounds) for _ in range(_count(num_losses))]
+    several_models = models if isinstance(models, list) else [models]
+    several = _several("optimizers", optimizers)
+    treating.check(several_models)
+    for model in several_models:
+        treating.treat(model, options)
+    for optimizer in several:
+        _look_after(optimizer, options)
+    SESSION.begin(options, scalers)
+    REGISTRY.restore()
+    if options.patch_torch_functions:
+        REGISTRY.apply()
+    return models if optimizers is None else (models, optimizers)
+
+
+def _count(num_losses: Any) -> int:
+    try:
+        number = operator.index(num_losses)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise SettingError(f"num_losses must be a whole number > 0, got {num_losses!r}.")
+    return number
+
+
+def _several(name: str, optimizers: Any) -> list[Optimizer]:
+    """`optimizers` as a list."""
+    several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    if several is None:
+        return []
+    if not isinstance(several, list | tuple) or not all(
+        isinstance(one, Optimizer) for one in several
+    ):
+        raise SettingError(
+            f"{name} must be an optimizer of torch.optim or a list of them, got "
+            f"{type(optimizers).__name__}. Give the optimizer itself, not a wrapper around it."
+        )
+    return list(several)
+
+
+def _look_after(optimizer: Any, options: Options) -> None:
+    """Has `amp` look after `optimizer`."""
+    before = getattr(optimizer, "_amp_stash", None)
+    if before is not None:
+        before.leave()
+    if options.half is not None and not options.master_weights:
+        _warn_of_eps(optimizer, options)
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())  # casts averages that it has already
+    optimizer._amp_stash = Caretaker(optimizer, bool(options.master_weights), options.idle)
+
+
+def _warn_of_eps(optimizer: Optimizer, options: Options) -> None:
+    """Warns of an `eps` that a half format takes for 0: Adam divides by it, and weights are NaN."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=options.half):
+            warnings.warn(
+                f"eps={eps} of {type(optimizer).__name__} is 0 in {options.half}, and a weight "
+                "whose gradients are small becomes NaN. Give it eps=1e-4, or take opt_level='O2'.",
+                stacklevel=caller_level(),
+            )
+            return
+
+
+def _caretakers(optimizers: Any) -> list[Caretaker]:
+    """Those of `optimizers`."""
+    found = []
+    for optimizer in _several("optimizers", optimizers):
+        caretaker = getattr(optimizer, "_amp_stash", None)
+        if caretaker is None:
+            raise SettingError(
+                "optimizers must be those that amp.initialize() has seen, got another "
+                f"{type(optimizer).__name__}. Give them all to amp.initialize(), as a list."
+            )
+        found.append(caretaker)
+    return found
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Gives the scaled loss; afterwards the gradients of its backward pass are unscaled.
+
+    What other passes have left in `.grad` is added to. If a gradient is not finite, the next
+    `step()` of every optimizer named here does nothing, also with a static scale. **Waits for the
+    device.**
+
+    Args:
+        loss: The loss itself.
+        optimizers: All optimizers that have parameters which the backward pass reaches.
+        loss_id: Whose scale to take, from 0 to `num_losses` - 1.
+        model: Not used.
+        delay_unscale: Leaves the gradients scaled, for a later pass to add to and to unscale.
+        delay_overflow_check: Does not wait for the device here; `step()` does then.
+    """
+    SESSION.demand("scale_loss()")
+    if SESSION.opt_properties is None:
+        yield loss
+        return
+    caretakers = _caretakers(optimizers)
+    scaler = _scaler(loss_id)
+    scale = scaler.loss_scale()
+    if all(caretaker.idle for caretaker in caretakers) and not scaler.dynamic and scale == 1:
+        yield loss.float()
+        return
+    for caretaker in caretakers:
+        caretaker.prepare(scaler, scale)
+    try:
+        yield scaler.multiply(loss)
+    except BaseException:
+        for caretaker in caretakers:
+            caretaker.give_up()
+        raise
+    if delay_unscale:
+        caretakers = [one for one in caretakers if not one.conclude(scaler, scale)]
+    if caretakers:
+        verdict = finish(caretakers, scaler, scale)
+        if not delay_overflow_check:
+            verdict.good()
+
+
+def _scaler(loss_id: Any) -> LossScaler:
+    """The scaler of a loss."""
+    scalers = SESSION.loss_scalers
+    try:
+        number = operator.index(loss_id)
+    except TypeError:
+        number = -1
+    if not 0 <= number < len(scalers):
+        raise SettingError(
+            f"loss_id must be from 0 to num_losses - 1 = {len(scalers) - 1}, got {loss_id!r}. Give "
+            "amp.initialize() a larger num_losses."
+        )
+    return scalers[number]
+
+
+def master_params(optimizer: Any) -> Iterator[Tensor]:
+    """What `optimizer` works on: float32 masters where there are some, else its parameters."""
+    caretaker = getattr(optimizer, "_amp_stash", None)
+    if caretaker is not None:
+        yield from caretaker.params()
+    else:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The scale of every loss, under Apex' keys; nothing if amp is switched off."""
+    SESSION.demand("state_dict()")
+    states = {} if destination is None else destination
+    for number, scaler in enumerate(SESSION.loss_scalers):
+        states[f"loss_scaler{number}"] = scaler.saved()
+    return states
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Goes on with the scales of `state_dict`, one of ours or of Apex'.
+
+    Does nothing if amp is switched off.
+
+    Raises:
+        StateError: It is no state of amp's, or of another number of losses; nothing was loaded.
+    """
+    SESSION.demand("load_state_dict()")
+    if SESSION.opt_properties is None:
+        return
+    read = foreign.read(state_dict)
+    if read is None or "loss_scaler0" not in state_dict:
+        raise StateError(
+            "The state must be what amp.state_dict() returned, with loss_scaler0 and so on, got "
+            f"the keys {sorted(map(str, state_dict))}. Nothing was loaded."
+        )
+    states = [read.state, *(state for _, state in read.losses)]
+    scalers = SESSION.loss_scalers
+    if len(states) != len(scalers):
+        raise StateError(
+            f"The state has {len(states)} loss scalers, but amp.initialize() made {len(scalers)}. "
+            "Give it the num_losses of the run that saved the state. Nothing was loaded."
+        )
+    for number, (scaler, state) in enumerate(zip(scalers, states, strict=True)):
+        scaler.check(f"loss_scaler{number}", state["scale"])
+    for scaler, state in zip(scalers, states, strict=True):
+        scaler.load(state["scale"], state["good_steps"])

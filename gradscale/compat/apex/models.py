@@ -1,0 +1,138 @@
+"""What `amp.initialize` does to models.
+
+O1 has the forward pass run under torch's autocast; O2 casts the weights as `gradscale.torch.master`
+does, under autocast as well; without float32 batch norms (O3) all is half, and autocast is off.
+Outputs leave as float32, because what follows outside of the model, such as the loss, is torch as
+it is.
+
+A forward pass is wrapped by an object in the place of `model.forward`: `torch.compile` sees through
+it, DDP and direct calls of `forward` meet it, and copies and pickles of the model keep it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradscale.compat.apex.functions import cast_all
+from gradscale.compat.apex.options import HALVES, Options
+from gradscale.compat.apex.session import SESSION
+from gradscale.errors import SettingError
+from gradscale.torch.master import Inside, cast
+from gradscale.torch.master.casting import device_of
+
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+class Forward:
+    """The forward of `module`, as `amp` has it run.
+
+    Args:
+        module: Whose forward it is.
+        inputs: What inputs are cast to; None: they stay as they are.
+        autocast: What autocast casts to inside; None: it stays as it is.
+        outputs: What outputs are cast to; None: they stay as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        outputs: torch.dtype | None = None,
+    ) -> None:
+        self.module = module
+        self.inner = vars(module).get("forward")
+        self.inputs, self.autocast, self.outputs = inputs, autocast, outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        if self.inputs is not None:
+            args, kwargs = cast_all(args, self.inputs), cast_all(kwargs, self.inputs)
+        if self.autocast is None or SESSION.disabled:
+            output = self._call(*args, **kwargs)
+        else:
+            with torch.autocast(device_of(self.module).type, self.autocast):
+                output = self._call(*args, **kwargs)
+        return output if self.outputs is None else cast_all(output, self.outputs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        # Not a bound method: a pickle would look it up, and find this object.
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward inside: some look at it to know what a model takes."""
+        if self.inner is not None:
+            return inspect.signature(self.inner)
+        whole = inspect.signature(type(self.module).forward)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+def check(models: list[Any]) -> None:
+    """A SettingError if `amp` cannot take one of `models`; nothing was changed."""
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise SettingError(
+                f"models must be a module or a list of modules, got {type(model).__name__}."
+            )
+        if isinstance(model, _PARALLEL):
+            raise SettingError(
+                f"models must not be wrapped in {type(model).__name__} yet. Wrap what "
+                "amp.initialize() returns."
+            )
+        for name, param in model.named_parameters():
+            if param.dtype in HALVES:
+                raise SettingError(
+                    f"models must have float32 weights, got {name!r} in {param.dtype}. Leave out "
+                    "half() and call amp.initialize() once: it casts what the opt_level wants cast."
+                )
+
+
+def treat(model: nn.Module, options: Options) -> None:
+    """Has `model` run as `options` say."""
+    release(model)
+    half, outputs = options.half, options.cast_model_outputs
+    if half is not None:
+        if options.keep_batchnorm_fp32:
+            cast(model, half, keep_float32=(_BatchNorm,))
+        else:
+            _put(model, Inside(model.to(half), half, None, torch.float32))
+        # Around it: batches of a class of the user's own, and outputs in another format.
+        _put(model, Forward(model, inputs=half, outputs=outputs))
+        model.register_state_dict_post_hook(_give_float32)
+    elif options.patch_torch_functions:
+        _put(model, Forward(model, None, torch.float16, outputs or torch.float32))
+    elif options.cast_model_type is torch.float32:
+        model.float()
+        _put(model, Forward(model, torch.float32, None, outputs))
+    elif outputs is not None:
+        _put(model, Forward(model, outputs=outputs))
+
+
+def release(model: nn.Module) -> None:
+    """Has `model` run as before `treat`; weights that were cast stay so."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, Forward):
+        if forward.inner is None:
+            del vars(model)["forward"]
+        else:
+            vars(model)["forward"] = forward.inner
+
+
+def _put(model: nn.Module, forward: Forward | Inside) -> None:
+    """Makes `forward` the forward of `model`."""
+    vars(model)["forward"] = forward
+
+
+def _give_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:
+    """Makes what a model saves float32, so that a checkpoint fits a model of any opt level."""
+    for name, value in state.items():
+        if name.startswith(prefix) and isinstance(value, torch.Tensor) and value.dtype in HALVES:
+            state[name] = value.float()

@@ -1,0 +1,159 @@
+"""What `amp.initialize` was asked for: an opt level, and what was said differently.
+
+level   cast_model_type   patch_torch_functions   keep_batchnorm_fp32   master_weights   scale
+O0      float32           no                      -                     no               1
+O1      -                 yes (autocast)          -                     -                dynamic
+O2      float16           no                      yes                   yes              dynamic
+O3      float16           no                      no                    no               1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gradscale.errors import SettingError
+
+HALVES = (torch.float16, torch.bfloat16)
+_FORMATS = (*HALVES, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The settings in force; the names are Apex'."""
+
+    enabled: bool = True
+    opt_level: str
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+    cast_model_outputs: torch.dtype | None = None
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The format that the weights are cast to, if that is not float32."""
+        return self.cast_model_type if self.cast_model_type in HALVES else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do: float32 training with a scale of 1."""
+        moving = self.patch_torch_functions or self.half is not None or self.master_weights
+        return not moving and self.loss_scale == 1.0
+
+
+LEVELS = {
+    "O0": Options(
+        opt_level="O0",
+        cast_model_type=torch.float32,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=None,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+    "O1": Options(
+        opt_level="O1",
+        cast_model_type=None,
+        patch_torch_functions=True,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale="dynamic",
+    ),
+    "O2": Options(
+        opt_level="O2",
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
+    ),
+    "O3": Options(
+        opt_level="O3",
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+}
+
+
+def settle(opt_level: Any, overrides: dict[str, Any]) -> Options:
+    """The options of `opt_level`, with those `overrides` that are not None."""
+    if opt_level not in LEVELS:
+        raise SettingError(
+            f"opt_level must be one of {', '.join(LEVELS)} (a letter and a digit), got "
+            f"{opt_level!r}."
+        )
+    readers: dict[str, Callable[[str, Any], Any]] = {
+        "cast_model_type": _model_type,
+        "patch_torch_functions": _flag,
+        "keep_batchnorm_fp32": _flag,
+        "master_weights": _flag,
+        "loss_scale": _loss_scale,
+        "cast_model_outputs": _dtype,
+    }
+    given: dict[str, Any] = {
+        name: readers[name](name, value) for name, value in overrides.items() if value is not None
+    }
+    _refuse_what_o1_has_not(opt_level, given)
+    options = replace(LEVELS[opt_level], **given)
+    if options.patch_torch_functions and opt_level != "O1":
+        raise SettingError(
+            "patch_torch_functions must be left out or False unless opt_level is O1, got True with "
+            f"{opt_level}. Take opt_level='O1'."
+        )
+    return options
+
+
+def _refuse_what_o1_has_not(opt_level: str, given: dict[str, Any]) -> None:
+    """O1 casts inside of functions, so the weights stay float32 and need no masters."""
+    if opt_level != "O1":
+        return
+    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
+        value = given.get(name)
+        if value is not None and value is not torch.float32:
+            raise SettingError(
+                f"{name} must be left out with opt_level O1, whose weights stay float32, got "
+                f"{value!r}. Take opt_level='O2' or 'O3' to cast the weights."
+            )
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if value not in _FORMATS or not isinstance(value, torch.dtype):
+        raise SettingError(
+            f"{name} must be torch.float16, torch.bfloat16 or torch.float32, got {value!r}."
+        )
+    return value
+
+
+def _model_type(name: str, value: Any) -> torch.dtype | None:
+    return None if value is False else _dtype(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    # Apex takes the strings because command lines have no booleans.
+    words = {"True": True, "False": False}
+    flag = words.get(value, value) if isinstance(value, str) else value
+    if not isinstance(flag, bool):
+        raise SettingError(f"{name} must be True or False, or either as a string, got {value!r}.")
+    return flag
+
+
+def _loss_scale(name: str, value: Any) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise SettingError(
+            f"{name} must be 'dynamic' or a finite number > 0, also as a string, got {value!r}."
+        )
+    return number

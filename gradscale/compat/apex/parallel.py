@@ -1,0 +1,103 @@
+"""`apex.parallel`: torch's data parallelism and batch norms over all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import SyncBatchNorm
+
+from gradscale.compat.apex.optimizers import refuse, without_equal
+from gradscale.errors import SettingError, caller_level
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
+
+_AVERAGED = ("gradient_average", "gradient_predivide_factor")
+_IGNORED = {
+    "message_size": 10000000,
+    "delay_allreduce": False,
+    "allreduce_trigger_params": None,
+    "retain_allreduce_buffers": False,
+    "allreduce_always_fp32": False,
+    "num_allreduce_streams": 1,
+    "allreduce_communicators": None,
+    "gradient_average_split_factor": None,
+    "prof": False,
+}
+"""What changes how fast Apex' is, but not what it computes, with Apex' defaults."""
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's, made from Apex' arguments.
+
+    Args:
+        module: A model on one device.
+        settings: Apex': what only matters to speed is ignored, with a warning that names it.
+    """
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        known = {*_IGNORED, *_AVERAGED, "shared_param"}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise SettingError(
+                f"DistributedDataParallel takes Apex' settings ({', '.join(sorted(known))}), got "
+                f"{', '.join(unknown)}. Use torch.nn.parallel.DistributedDataParallel for torch's."
+            )
+        refuse(
+            "DistributedDataParallel",
+            gradient_average=(settings.get("gradient_average", True), True),
+            gradient_predivide_factor=(settings.get("gradient_predivide_factor", 1.0), 1.0),
+        )
+        ignored = [name for name, usual in _IGNORED.items() if settings.get(name, usual) != usual]
+        if ignored:
+            warnings.warn(
+                f"torch's DistributedDataParallel has no {', '.join(ignored)}; it does without.",
+                stacklevel=caller_level(),
+            )
+        devices = {param.device for param in module.parameters()}
+        alone = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        super().__init__(module, device_ids=[alone] if alone.type == "cuda" else None)
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """`module`, with batch norms that take their statistics over all ranks.
+
+    `channel_last` is not needed: torch's take any layout.
+    """
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    return converted
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """The group of `group_size` ranks that this rank is in; None, which is all, for 0."""
+    if group_size == 0:
+        return None
+    dist = torch.distributed
+    size = dist.get_world_size()
+    if group_size < 0 or size % group_size:
+        raise SettingError(
+            f"group_size must divide the number of ranks, {size}, got {group_size!r}."
+        )
+    mine = dist.get_rank() // group_size
+    groups = [
+        dist.new_group(list(range(first, first + group_size)))
+        for first in range(0, size, group_size)
+    ]
+    return groups[mine]
+
+
+LARC = without_equal("LARC", "Clip with torch.nn.utils.clip_grad_norm_ instead.")
+Reducer = without_equal(
+    "Reducer", "Call torch.distributed.all_reduce on the gradients, or use DistributedDataParallel."
+)
