@@ -10,7 +10,8 @@ batches. Beside the modes runs float16 without a scale. The metric is the loss o
 trained on, in the format of the mode.
 
 Memory: a GPT with AdamW, ours and torch's fused one. What lies in memory between two steps, without
-gradients, is counted in bytes for each parameter; the peak is that of a step with a given batch.
+gradients, is counted in bytes for each parameter, and so is the peak of an iteration: with one text
+of 256 tokens, so that there are few activations, and with four of 1,024.
 
 Rows are appended to modes.csv after each run; old rows stay, and the tables take the last.
 """
@@ -21,13 +22,15 @@ import argparse
 import csv
 import datetime
 import gc
+import itertools
+import math
 import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from arena import data
@@ -46,6 +49,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "modes.md"
 NO_SCALE = "fp16, no scale"
 ARMS = (*MODES, NO_SCALE)
 OWN, TORCHS = "gradscale.torch.optim.AdamW", "torch.optim.AdamW(fused=True)"
+SHAPES = ((1, 256), (4, 1024))
+"""Texts and tokens of an iteration: few activations, and more."""
 MEMORY = Size(layers=24, heads=16, width=1024, words=50304, length=1024)
 TINY = Size(layers=1, heads=2, width=16, words=101, length=16)
 
@@ -67,6 +72,8 @@ class Row(NamedTuple):
     """The metric; or bytes for each parameter."""
     peak: float
     """Of memory, in bytes for each parameter; NaN for quality."""
+    tokens: int
+    """Of an iteration whose memory was measured; 0 for quality."""
     skipped: int
     seconds: float
 
@@ -128,7 +135,7 @@ def tasks() -> dict[str, Task]:
         return [noisy_pairs(data.digits().validation, torch.Generator().manual_seed(1))]
 
     return {
-        "transformer": Task(lambda: GPT(size), text, other_text, 600, 2e-3),
+        "transformer": Task(lambda: GPT(size), text, other_text, 800, 1e-3),
         "conv net": Task(Conv, digits, other_digits, 600, 3e-3),
     }
 
@@ -148,8 +155,9 @@ def train(task: Task, arm: str, device: str, seed: int, steps: int) -> tuple[flo
     none = Static(init_scale=1.0) if arm == NO_SCALE else None
     mode = "fp16" if arm == NO_SCALE else arm
     mp = MixedPrecision(model, optimizer, mode, policy=none, on_stuck="ignore")
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    mp.follow(decay)
+    # Up in an eighth of the steps, and down again: else the metric depends on the last few batches.
+    rates = [min(8 * (step + 1) / steps, 1 - step / steps) for step in range(steps + 1)]
+    mp.follow(torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__))
     generator = torch.Generator().manual_seed(seed)
     outcomes = []
     for _ in range(steps):
@@ -165,7 +173,9 @@ def train(task: Task, arm: str, device: str, seed: int, steps: int) -> tuple[flo
     return statistics.fmean(losses), steps - applied
 
 
-def weigh(mode: str, own: bool, size: Size, batch: int, device: str) -> tuple[float, float]:
+def weigh(
+    mode: str, own: bool, size: Size, shape: tuple[int, int], device: str
+) -> tuple[float, float]:
     """Bytes for each parameter between two steps, and at the peak."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -176,7 +186,7 @@ def weigh(mode: str, own: bool, size: Size, batch: int, device: str) -> tuple[fl
     optimizer = AdamW(params) if own else torch.optim.AdamW(params, fused=True)
     mp = MixedPrecision(model, optimizer, mode)
     del params, optimizer
-    text = torch.randint(size.words, (batch, size.length), device=device)
+    text = torch.randint(size.words, (shape[0], min(shape[1], size.length)), device=device)
     count = sum(param.numel() for param in model.parameters())
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
@@ -221,7 +231,7 @@ def _quality(options: argparse.Namespace) -> None:
                 value, skipped = train(every[name], arm, options.device, seed, steps)
                 seconds = time.perf_counter() - start
                 nan = float("nan")
-                add(options, ("quality", name, arm, seed, value, nan, skipped, seconds))
+                add(options, ("quality", name, arm, seed, value, nan, 0, skipped, seconds))
 
 
 def _memory(options: argparse.Namespace) -> None:
@@ -229,12 +239,12 @@ def _memory(options: argparse.Namespace) -> None:
     if options.device == "cpu":
         print("memory is counted on a CUDA device; nothing was run")
         return
-    for mode in MODES:
-        for case in (OWN, TORCHS):
-            start = time.perf_counter()
-            value, peak = weigh(mode, case == OWN, size, 4, options.device)
-            seconds = time.perf_counter() - start
-            add(options, ("memory", case, mode, 0, value, peak, 0, seconds))
+    weigh("fp16", True, TINY, (1, TINY.length), options.device)  # what libraries allocate once
+    for mode, case, shape in itertools.product(MODES, (OWN, TORCHS), SHAPES):
+        start = time.perf_counter()
+        value, peak = weigh(mode, case == OWN, size, shape, options.device)
+        seconds = time.perf_counter() - start
+        add(options, ("memory", case, mode, 0, value, peak, math.prod(shape), 0, seconds))
 
 
 def add(options: argparse.Namespace, values: tuple[Any, ...]) -> None:
@@ -254,11 +264,10 @@ def add(options: argparse.Namespace, values: tuple[Any, ...]) -> None:
 
 def read(path: Path) -> list[Row]:
     """The rows, as they were written."""
-    kinds = Row.__annotations__
-    as_kind = {"int": int, "float": float, "str": str}
+    kinds = get_type_hints(Row)
     with path.open(newline="") as file:
         found = csv.DictReader(file)
-        return [Row(**{k: as_kind[kinds[k]](v) for k, v in row.items()}) for row in found]
+        return [Row(**{name: kinds[name](text) for name, text in row.items()}) for row in found]
 
 
 def write(rows: list[Row]) -> None:
@@ -289,28 +298,32 @@ def _quality_table(rows: list[Row]) -> list[str]:
             wide = {row.seed: row for row in cells[name, "fp32"]}
             apart = [mine[seed].value - wide[seed].value for seed in mine if seed in wide]
             values = [row.value for row in mine.values()]
-            line += [_mean(values), _mean(apart), str(sum(r.skipped for r in mine.values()))]
+            skipped = str(sum(row.skipped for row in mine.values()))
+            line += [_mean(values), _mean(apart, 1), skipped]
         lines.append("| " + " | ".join(line) + " |")
     return lines
 
 
-def _mean(values: list[float]) -> str:
+def _mean(values: list[float], digits: int = 4) -> str:
     """The mean and the deviation."""
     if not values:
         return ""
-    spread = f" +- {statistics.stdev(values):.5f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.5f}{spread}"
+    spread = f" +- {statistics.stdev(values):.1g}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}g}{spread}"
 
 
 def _memory_table(rows: list[Row]) -> list[str]:
-    last = {(row.mode, row.case): row for row in rows if row.what == "memory"}
-    lines = ["| mode | between steps, ours | torch's | peak of a step, ours | torch's |"]
-    lines.append("|---|---|---|---|---|")
+    last = {(row.mode, row.case, row.tokens): row for row in rows if row.what == "memory"}
+    sizes = sorted({tokens for _, _, tokens in last})
+    heads = ["between steps", *(f"peak, {tokens:,} tokens" for tokens in sizes)]
+    lines = ["| mode | " + " | ".join(f"{head}: ours | torch's" for head in heads) + " |"]
+    lines.append("|---|" + "---|---|" * len(heads))
     for mode in MODES:
-        mine = [last[mode, case] for case in (OWN, TORCHS) if (mode, case) in last]
-        if mine:
-            numbers = [f"{r.value:.2f}" for r in mine] + [f"{r.peak:.2f}" for r in mine]
-            lines.append(f"| {mode} | " + " | ".join(numbers) + " |")
+        mine = [[last.get((mode, case, size)) for case in (OWN, TORCHS)] for size in sizes]
+        first = [next((r for r in each if r is not None), None) for each in zip(*mine, strict=True)]
+        numbers = ["" if row is None else f"{row.value:.2f}" for row in first]
+        numbers += ["" if row is None else f"{row.peak:.2f}" for each in mine for row in each]
+        lines.append(f"| {mode} | " + " | ".join(numbers) + " |")
     return lines
 
 

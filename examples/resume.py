@@ -37,13 +37,12 @@ def train(path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     # A rule that overflows every now and then, so that there is something to go on with.
     mp = MixedPrecision(net, optimizer, "fp16-master", policy=gs.Dynamic(growth_interval=25))
-    mp.follow(scheduler)
+    mp.follow(scheduler)  # and saves it
 
     start = 0
     if path.exists():
         saved = checkpoint.load(path)
         mp.load_state_dict(saved["mp"])
-        scheduler.load_state_dict(saved["scheduler"])
         checkpoint.set_random_state(saved["random"])
         start = saved["step"]
 
@@ -55,9 +54,8 @@ def train(path: Path) -> None:
         mp.step(clip_norm=1.0)
 
         if (step + 1) % SAVE_EVERY == 0:
-            # First mp.state_dict(), which lets the scheduler catch up with the last step.
-            state: dict[str, Any] = {"mp": mp.state_dict(), "scheduler": scheduler.state_dict()}
-            state |= {"random": checkpoint.random_state(), "step": step + 1}
+            random_state = checkpoint.random_state()
+            state = {"mp": mp.state_dict(), "random": random_state, "step": step + 1}
             checkpoint.save(path, state)
 
 
@@ -88,7 +86,7 @@ def main() -> None:
 
         train(broken)
         left, right = checkpoint.load(whole), checkpoint.load(broken)
-        applied = left["scheduler"]["last_epoch"]
+        applied = left["mp"]["followed"][0]["last_epoch"]
         if not same(left, right):
             raise SystemExit("The two runs differ.")
         if not 0 < applied < STEPS:

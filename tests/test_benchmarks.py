@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import _shapes  # noqa: E402
 import drop_in  # noqa: E402
 import end_to_end  # noqa: E402
+import modes  # noqa: E402
 import step  # noqa: E402
 
 
@@ -28,7 +29,7 @@ def one_thread() -> Iterator[None]:
 def test_scripts_are_all_known_here() -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
     scripts = {path.stem for path in folder.glob("[a-z]*.py")}
-    assert scripts == {script.__name__ for script in (drop_in, end_to_end, step)}
+    assert scripts == {script.__name__ for script in (drop_in, end_to_end, modes, step)}
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,28 @@ def test_end_to_end_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert said.count("11 of 11 steps applied") == len(names)
     assert "float16, ours, against float16, no scaler: " in said
+
+
+def test_every_mode_is_trained_on_the_cpu(tmp_path: Path) -> None:
+    table = tmp_path / "modes.csv"
+    size = modes.TINY._replace(words=len(modes.data.alphabet()))
+    generator = torch.Generator().manual_seed(0)
+    texts = modes.data.windows(modes.data.documentation().train, 8, size.length, generator)
+    small = modes.Task(lambda: modes.GPT(size), lambda _: texts, lambda: [texts], 30, 1e-2)
+    first = modes.train(small, "fp32", "cpu", 0, 1)[0]
+    for arm in modes.ARMS:
+        loss, skipped = modes.train(small, arm, "cpu", 0, 30)
+        assert loss < 0.9 * first
+        assert skipped == 0
+    modes.main(["memory", "--results", str(table)])  # nothing to count here
+    assert not table.exists()
+
+
+def test_tables_of_modes_are_made_of_the_last_rows() -> None:
+    rows = modes.read(modes.RESULTS)
+    page = modes.PAGE.read_text(encoding="utf-8")
+    there = [row for row in rows if "CPU" not in row.device]
+    for lines in (modes._quality_table(there), modes._memory_table(there)):
+        assert "\n".join(lines) in page
+    changed = [row._replace(value=row.value * 2) for row in there]
+    assert "\n".join(modes._quality_table(changed)) not in page

@@ -161,6 +161,8 @@ def test_frozen_weights_are_cast_too_and_other_formats_are_not() -> None:
     assert (formats["double_weight"], formats["whole"]) == (torch.float64, torch.int8)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_before_or_after() -> None:
     numbers = torch.arange(10)
     plain, early, late = (seeded(Tied) for _ in range(3))
