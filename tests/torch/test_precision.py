@@ -596,6 +596,9 @@ def test_what_no_scale_can_help_is_not_tried_again() -> None:
     model, mp = built("fp16")
     outcome = mp.run(lambda: loss_of(model, data()) * math.nan)
     assert (outcome.verdict(), len(outcome.earlier)) == ("loss not finite", 0)
+    model, mp = built("fp16", policy=gs.Dynamic(init_scale=2.0**10, hysteresis=3))
+    assert not mp.run(lambda: loss_of(model, data()) * math.nan).earlier
+    assert mp.scaler.get_scale() == 2.0**10
     model, mp = built("fp16", policy=gs.Static(init_scale=2.0**10))
     outcome = mp.run(overflowing(model, mp, above=2.0))
     assert (outcome.verdict(), len(outcome.earlier)) == ("scale too high", 0)

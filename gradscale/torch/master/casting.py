@@ -108,23 +108,23 @@ def cast(model: nn.Module, dtype: torch.dtype, keep_float32: Iterable[Keep] = NO
     if dtype not in HALVES:
         raise SettingError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}.")
     model = bare(model)
-    kept = _kept(model, list(keep_float32))
+    keep = list(keep_float32)
+    fixed = {id(p) for one in keep for module in find(model, one) for p in module.parameters()}
     if isinstance(vars(model).get("forward"), Inside):
         raise SettingError("The model has been cast already. Cast a model once.")
-    fixed = {id(param) for module in kept for param in module.parameters(recurse=False)}
     new = {
         name: torch.float32 if id(param) in fixed else dtype
         for name, param in model.named_parameters()
         if param.dtype in (torch.float32, *HALVES)
     }
     _cast_in_place(model, new)
-    run_in_float32(model, keep_float32)
+    run_in_float32(model, keep)
     _put_inside(model, Inside(model, dtype, dtype, torch.float32))
 
 
 def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> None:
     """Has the modules of `keep_float32` run in float32, where autocast would not have them so."""
-    for module in _outermost(bare(model), list(keep_float32)):
+    for module in _outermost(bare(model), keep_float32):
         _put_inside(module, Inside(module, torch.float32, None))
 
 
@@ -210,21 +210,7 @@ def _overflows(param: Tensor) -> Tensor:
     return largest.to(torch.float16).isinf()
 
 
-def _kept(model: nn.Module, keep: list[Keep]) -> set[nn.Module]:
-    """The modules whose own weights stay in float32."""
-    kept: set[nn.Module] = set()
-    for each in keep:
-        kept.update(inner for found in find(model, each) for inner in found.modules())
-    # What is tied to such a weight has that very weight, so it stays as well.
-    while True:
-        fixed = {id(param) for module in kept for param in module.parameters(recurse=False)}
-        tied = {m for m in model.modules() if fixed & set(map(id, m.parameters(recurse=False)))}
-        if tied <= kept:
-            return kept
-        kept |= tied
-
-
-def _outermost(model: nn.Module, keep: list[Keep]) -> Iterator[nn.Module]:
+def _outermost(model: nn.Module, keep: Iterable[Keep]) -> Iterator[nn.Module]:
     """The modules of `keep` that are in no other one, and that autocast must be told of."""
     named = [found for each in keep for found in find(model, each)]
     chosen = {module for module in named if not isinstance(module, _MIXED)}
