@@ -14,14 +14,17 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import compiled
+from gradscale.torch.agree import part_of_norm
 from gradscale.torch.contract import is_capable, step_on_device
 from gradscale.torch.events import Record
 from gradscale.torch.fast import Fast
 from gradscale.torch.optim.onepass import OnePass
 from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.unscale import (
+    Norm,
     clamp,
     multiply,
+    norm_of,
     params_with_grad,
     read_all,
     read_norm,
@@ -72,10 +75,7 @@ class Applying(Fast):
             raise SettingError(f"apply() takes one or more optimizers, got {what}.")
         if len(set(map(id, several))) < len(several):
             raise SettingError("apply() steps every optimizer once, got one of them twice.")
-        for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-            number = isinstance(limit, int | float) and not isinstance(limit, bool)
-            if limit is not None and not (number and limit > 0):
-                raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
+        check_limits(clip_norm, clip_value)
         if closure is not None and len(several) > 1:
             raise SettingError(f"A closure goes with one optimizer, got {len(several)}.")
         self._followers.catch_up()
@@ -123,7 +123,14 @@ class Applying(Fast):
                 "scaler.backward(loss) instead of loss.backward()."
             )
         max_norm = math.inf if clip_norm is None else clip_norm
-        if clip_value is None and len(optimizers) == 1 and isinstance(optimizers[0], OnePass):
+        groups = self._groups[id(optimizers[0])]
+        alone = not groups
+        if (
+            alone
+            and clip_value is None
+            and len(optimizers) == 1
+            and isinstance(optimizers[0], OnePass)
+        ):
             record = self._step_fast(optimizers, window, None, max_norm, keep)
             if record is not None:
                 return record
@@ -131,11 +138,11 @@ class Applying(Fast):
         params = lists[0]
         if len(lists) > 1:
             params = list({id(p): p for each in lists for p in each}.values())
-        if not params:
+        if not params and alone:
             self._step_nothing(optimizers, window)
             return None
         unshared = len(params) == sum(map(len, lists))
-        if clip_value is None and unshared:
+        if alone and clip_value is None and unshared:
             record = self._step_fast(optimizers, window, params, max_norm, keep)
             if record is not None:
                 return record
@@ -157,9 +164,12 @@ class Applying(Fast):
                 self._record(optimizer, reading, OptState.READY)
             else:
                 self._record_edit(optimizer, reading)
+        if groups:
+            norm = self._agree_on(optimizers, window, params, norm, inv_scale, max_norm)
         skipped = torch.stack([self._skipped(optimizer) for optimizer in optimizers]).any()
         total, factor = torch.where(skipped, math.nan, norm.total), norm.factor
-        self._note(optimizers, total, reading.amax, scaled, window)
+        amax = self._measured[id(optimizers[0])].amax if groups else reading.amax
+        self._note(optimizers, total, amax, scaled, window)
         capable = all(map(is_capable, optimizers))
         # Where the host knows, or must know, of a skip, the gradients are left as they are.
         known = readable(skipped) or not capable
@@ -167,7 +177,10 @@ class Applying(Fast):
         if clip_value is not None and going_on:
             clamp(values, clip_value)
             if clip_norm is not None:
-                factor = read_norm(values, inv_scale, clip_norm)[1].factor
+                norm = read_norm(values, inv_scale, clip_norm)[1]
+                if groups:
+                    norm = self._agree_on(optimizers, window, params, norm, inv_scale, max_norm)
+                factor = norm.factor
         scale = None
         if scaled and capable and unshared:
             # The quotient of a window without clipping is exact; with it, rounded like any other.
@@ -191,6 +204,20 @@ class Applying(Fast):
         self._finish(optimizers, window, skipped)
         return None
 
+    def _agree_on(
+        self,
+        optimizers: Sequence[Optimizer],
+        window: Window,
+        params: list[Tensor],
+        norm: Norm,
+        inv_scale: Tensor,
+        max_norm: float,
+    ) -> Norm:
+        """The norm of the gradients of all ranks, who have agreed on everything else as well."""
+        part = part_of_norm(params, self._groups[id(optimizers[0])], norm.total, inv_scale)
+        whole = self._settle(optimizers, window, part)
+        return norm_of(whole, inv_scale, max_norm)  # type: ignore[arg-type]
+
     def _unscale_all(self, optimizers: Sequence[Optimizer], window: Window) -> None:
         """Leaves unscaled gradients, whatever they were before."""
         for optimizer in optimizers:
@@ -213,6 +240,14 @@ class Applying(Fast):
             measured.grad_norm = total
             if amax is not None:
                 measured.amax = amax if scaled else amax * window.scale
+
+
+def check_limits(clip_norm: float | None, clip_value: float | None) -> None:
+    """Raises if one of these is no limit."""
+    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and limit > 0):
+            raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
 
 
 def _clip(

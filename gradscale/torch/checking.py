@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import compiled
+from gradscale.torch.agree import Agreement, Drift, Report, part_of_norm, settle
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import weigh_up
 from gradscale.torch.outcome import Blame, Names, culprits
@@ -31,6 +33,7 @@ from gradscale.torch.unscale import (
     gradients_of,
     move,
     multiply,
+    norm_of,
     params_with_grad,
     read,
     read_norm,
@@ -49,6 +52,8 @@ class Checking(Scaling):
     _format: Format
     _names: Names
     _underflow_every: int
+    _agreement: Agreement
+    _drift: Drift
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of `optimizer` by their scale, in place, for clipping or reading.
@@ -79,6 +84,9 @@ class Checking(Scaling):
                 f"{call}() was called twice for the same optimizer: the gradients are unscaled "
                 "already. Call step() and update() before the next one."
             )
+        key = id(optimizer)
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        self._groups[key] = groups = self._agreement.among(everything)
         window = self._pending()
         if capturing() and (window is None or not window.captured):
             window = self._made = self._renew()
@@ -90,7 +98,8 @@ class Checking(Scaling):
             params = params_with_grad(optimizer)
             had = window is not None and window.used_by(optimizer)
             nothing_new = window is not None and len(window.had(params)) == len(params)
-            if nothing_new and (params or had):
+            idle = bool(groups) and not params  # others may have gradients
+            if nothing_new and (params or had) and not idle:
                 raise CallOrderError(
                     f"{call}() was called, but there are no new gradients since the last step. "
                     "Call scaler.backward(loss) or scaler.scale(loss).backward() first."
@@ -98,14 +107,74 @@ class Checking(Scaling):
             if window is None or (had and not window.begun_since(optimizer)):
                 window = self._made = self._renew()  # scaled by hand, with get_scale(), or zeros
                 amax = read(values_of(params), window.inv_scale).amax
-                window.blank = None if amax is None else amax == 0
-        key, seen = id(optimizer), self._seen
+                window.blank = None if amax is None or idle else amax == 0
+        seen = self._seen
         if key not in seen or seen[key]() is not optimizer:
             seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
         self._held[key] = optimizer
         if window.spared:
             weigh_up(params_with_grad(optimizer), window)
+        if not groups and self._agreement.is_unknown():
+            window.loss_finite = None  # one rank's NaN loss may be every rank's NaN gradient
         return window
+
+    def _settle(
+        self, optimizers: Sequence[Optimizer], window: Window, norm: Tensor | None = None
+    ) -> Tensor | None:
+        """Has all ranks know what any of them found in the gradients of `optimizers`.
+
+        `norm` is that of this rank's gradients, unscaled; what comes back is that of all.
+        """
+        groups = self._groups[id(optimizers[0])]
+        if not groups:
+            return norm
+        scale = self._live("step()").scale
+        zero = torch.zeros_like(scale)
+
+        def flag(fine: Tensor | None) -> Tensor:
+            return zero if fine is None else (~move(fine, scale.device)).float()
+
+        rank = torch.full_like(zero, float(dist.get_rank()))
+        params = list({id(p): p for one in optimizers for p in params_with_grad(one)}.values())
+        found = [self._found(self._found_inf_per_device(one)) for one in optimizers]
+        fits = [self._fits[id(one)] for one in optimizers if id(one) in self._fits]
+        sizes = [m.amax for one in optimizers if (m := self._measured[id(one)]).amax is not None]
+        bad = torch.stack(found).any()
+        amax = torch.stack([zero, *(move(size.float(), scale.device) for size in sizes)]).amax()
+        mine = Report(
+            found=bad.float(),
+            unfit=flag(torch.stack(fits).all() if fits else None),
+            bad_loss=flag(window.loss_finite),
+            bad_penalty=flag(window.penalty_finite),
+            present=torch.full_like(zero, float(bool(params))),
+            amax=amax,
+            norm=zero if norm is None else move(norm, scale.device).float(),
+            mark=self._drift.mark(self._live("step()")),
+            rank=torch.where(bad, rank, torch.inf),
+        )
+        losses = [window.losses[key] for key in sorted(window.losses, key=str)]
+        own = [
+            Report(flag(o.finite), zero, flag(o.loss_finite), zero, zero, o.amax, *(zero,) * 3)
+            for o in losses
+        ]
+        (told, *others), marks = settle([mine, *own], groups)
+        self._drift.take(marks, groups)
+        for loss, report in zip(losses, others, strict=True):
+            loss.finite, loss.loss_finite = report.found == 0, report.bad_loss == 0
+            loss.amax = report.amax
+        for optimizer in optimizers:
+            state = self._per_optimizer_states[id(optimizer)]
+            state["found_inf_per_device"] = {scale.device: told.found}
+            # Nobody has a gradient: there is nothing to step, and nothing wrong with the scale.
+            self._fits[id(optimizer)] = (told.unfit == 0) & (told.present > 0)
+            self._measured[id(optimizer)].bad_rank = told.rank
+            if sizes:
+                self._measured[id(optimizer)].amax = told.amax
+        window.loss_finite = told.bad_loss == 0
+        if window.penalty_finite is not None:
+            window.penalty_finite = told.bad_penalty == 0
+        self._settled.update(map(id, optimizers))
+        return None if norm is None else told.norm
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         """Where `optimizer` stands in this iteration."""
@@ -264,6 +333,11 @@ class Checking(Scaling):
             self._record(optimizer, reading, OptState.UNSCALED)
         else:
             self._record_edit(optimizer, reading)
+        groups = self._groups[id(optimizer)]
+        if groups:
+            part = part_of_norm(params, groups, norm.total, inv_scale)
+            whole = self._settle([optimizer], window, part)
+            norm = norm_of(whole, inv_scale, max_norm)  # type: ignore[arg-type]
         skipped = self._skipped(optimizer)
         multiply(values, torch.where(skipped, inv_scale, norm.factor))
         self._mark_unscaled(optimizer, window, params)

@@ -53,7 +53,9 @@ def _clean_up(target: Path) -> None:
 
 
 def _is_alive(process: int) -> bool:
-    """Whether there is a process of this number."""
+    """Whether there is a process of this number, as far as that can be asked."""
+    if os.name != "posix":
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:

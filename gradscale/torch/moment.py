@@ -52,4 +52,6 @@ class Moment:
         """Goes back there."""
         set_random_state(self._random)
         for module, name, buffer, kept in self._buffers:
-            module._buffers[name] = buffer.copy_(kept)
+            # One that was expanded overlaps itself, and cannot be written to.
+            whole = buffer.numel() < 2 or 0 not in buffer.stride()
+            module._buffers[name] = buffer.copy_(kept) if whole else kept.clone()

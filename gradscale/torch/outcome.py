@@ -97,6 +97,9 @@ class StepOutcome:
     dropped: Tensor | None = None
     """int32: how many backward passes were left out because their gradients were not finite; None
     where such a pass costs the whole step."""
+    bad_rank: Tensor | None = None
+    """float32: the lowest rank with gradients that were not finite, infinity if there is none; None
+    where ranks do not agree."""
     earlier: tuple[StepOutcome, ...] = ()
     """What became of the same step at higher scales, where it was tried again."""
 
@@ -271,6 +274,8 @@ class Measured:
     amax: Tensor | None = None
     grad_norm: Tensor | None = None
     underflow: Tensor | None = None
+    bad_rank: Tensor | None = None
+    """float32: the lowest rank that found something not finite, where ranks agree."""
     upper: Tensor | None = None
     """float32: the share of the elements near the ceiling."""
     peaks: Peaks = field(default_factory=dict)
@@ -292,6 +297,7 @@ class Names:
     def __init__(self) -> None:
         self._given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._stands: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._last_stand: dict[int, int] = {}
 
     def take(self, model: torch.nn.Module) -> None:
         """Takes over the names that `model` has for its parameters."""
@@ -300,6 +306,10 @@ class Names:
 
     def stand_in(self, param: Tensor, stand: Tensor) -> None:
         """Has `stand`, which an optimizer sees in the place of `param`, go by the same name."""
+        last = self._last_stand.get(id(param))
+        if last is not None and last != id(stand):
+            self._given.pop(last, None)
+        self._last_stand[id(param)] = id(stand)
         self._stands[id(param)] = weakref.ref(param), weakref.ref(stand)
         known, name = self._given.get(id(param), (None, ""))
         if known is not None and known() is param:

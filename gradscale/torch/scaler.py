@@ -20,6 +20,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format, format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch import compiled
+from gradscale.torch.agree import AUTO, Agreement, Drift
 from gradscale.torch.calibrating import Calibrating
 from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
@@ -56,6 +57,11 @@ class GradScaler(Calibrating):
         max_scale: The ceiling of the scale.
         hysteresis: On which consecutive overflow the scale falls.
         format: The narrowest format of the backward pass, which headroom and underflow are about.
+        groups: Which ranks decide together: "auto" finds out from DTensors and from modules that
+            were given to `name()`; else a process group, a DeviceMesh, `Shards` of one, several of
+            these, or None.
+        on_drift: What to do if the scales of ranks that should agree differ: "raise" a StateError,
+            or "repair": take that of the first.
         on_stuck: What to do after `stuck_after` skipped steps in a row: "warn", "raise" a
             `StuckError`, or "ignore".
         stuck_after: How many skipped steps in a row are too many.
@@ -77,6 +83,8 @@ class GradScaler(Calibrating):
         max_scale: float = MAX_SCALE,
         hysteresis: int = 1,
         format: str = "float16",
+        groups: Any = AUTO,
+        on_drift: str = "raise",
         on_stuck: str = "warn",
         stuck_after: int = 50,
         underflow_every: int = 0,
@@ -104,6 +112,8 @@ class GradScaler(Calibrating):
         self._format = _format_of(policy, format)
         self._underflow_every = underflow_every
         self._stuck = (on_stuck, stuck_after)
+        self._agreement = Agreement(groups)
+        self._drift = Drift(on_drift)
         self._begin()
 
     def _begin(self) -> None:
@@ -139,7 +149,10 @@ class GradScaler(Calibrating):
             self._set_scale(new_scale)
             moves = list(self._move_losses(self._pending()))
         else:
+            for optimizer in self._unsettled():
+                self._settle([optimizer], self._use(optimizer, "update", tuple(OptState)))
             found = self._all_found()
+            self._drift.check(self._live("update()"))
             record = self._advance_fast(found)
             if record is not None:
                 self._end_iteration(record)
@@ -233,10 +246,21 @@ class GradScaler(Calibrating):
         return list(self._events.history)
 
     def name(self, model: torch.nn.Module) -> None:
-        """Takes over the names of the parameters of `model`, for `culprits()`."""
+        """Takes over the names of the parameters of `model`, for `culprits()`.
+
+        And the process groups of DDP and FSDP in it, whose ranks then decide together.
+        """
         if torch.compiler.is_compiling():
             return compiled.outside(self, "name", model)
         self._names.take(model)
+        self._agreement.name(model)
+
+    def _unsettled(self) -> list[Optimizer]:
+        """The optimizers whose gradients were looked at, and which other ranks do not know of."""
+        states = self._per_optimizer_states
+        looked = [key for key in states if states[key]["found_inf_per_device"]]
+        found = [key for key in looked if self._groups.get(key) and key not in self._settled]
+        return [self._held[key] for key in found]
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:
         """What was found for every optimizer that was checked and had gradients."""
@@ -251,12 +275,13 @@ class GradScaler(Calibrating):
 
     def __getstate__(self) -> dict[str, Any]:
         pickled = super().__getstate__()
-        for name in (*NOT_SAVED, "_events", "_followers", "_names"):
+        for name in (*NOT_SAVED, "_events", "_followers", "_names", "_agreement", "_drift"):
             pickled.pop(name)
         return pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._agreement, self._drift = Agreement(), Drift()
         self._begin()
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.policy import State
 from gradscale.torch import compiled
+from gradscale.torch.agree import Group
 from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import check_loss_id
 from gradscale.torch.kernels import capturing
@@ -38,6 +39,8 @@ NOT_SAVED = (
     "_measured",
     "_held",
     "_unscaled_in",
+    "_groups",
+    "_settled",
     "_window",
     "_made",
     "_scaled_losses",
@@ -92,6 +95,10 @@ class Scaling(Moving):
         # torch's names key by id(optimizer); holding the optimizer keeps its id from being reused.
         self._held: dict[int, Optimizer] = {}
         self._unscaled_in: dict[int, Window] = {}
+        self._groups: dict[int, list[Group]] = {}
+        """Who must agree on the gradients of an optimizer."""
+        self._settled: set[int] = set()
+        """The optimizers whose gradients they have agreed on."""
 
     # Scaling.
 
@@ -122,8 +129,7 @@ class Scaling(Moving):
     def _begin_pass(self, window: Window, loss: Tensor, _: Tensor) -> None:
         """Called when the backward pass of a scaled `loss` begins: its gradients are `window`'s."""
         window.begin()
-        if _losses_tell():
-            window.note_loss(loss)
+        window.note_loss(loss)
         self._made = window
 
     def _pending(self) -> Window | None:
@@ -174,9 +180,8 @@ class Scaling(Moving):
                 self._hold_for_half(state)
             own = window.add_loss(loss_id, state.scale.clone())
         backward_alone([times(one, own.scale) for one in losses], window, own, kwargs)
-        if _losses_tell():
-            for one in losses:
-                own.note_loss(one)
+        for one in losses:
+            own.note_loss(one)
         self._made = window
 
     def grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -244,6 +249,13 @@ class Scaling(Moving):
             self._window = Window(scale, before, capturing())
         return self._window
 
+    def _abandon(self) -> None:
+        """Forgets losses that were scaled and lead to no step: their gradients are gone."""
+        if self._window is not None and not self._window.closed:
+            if self._made is self._window:
+                self._made = None
+            self._window = None
+
     def _clear_skipped(self, wait: bool) -> None:
         """Sets the bad gradients of skipped steps to 0, so that they are not added to.
 
@@ -285,10 +297,3 @@ def refuse_capture(what: str) -> None:
             f"{what} inside a CUDA graph, and every replay would start from there. Run a whole "
             "iteration, from the loss to update(), before you capture one."
         )
-
-
-def _losses_tell() -> bool:
-    """Whether a non-finite loss spares the scale: not where other ranks may have a finite one."""
-    distributed = torch.distributed
-    alone = not (distributed.is_available() and distributed.is_initialized())
-    return alone or distributed.get_world_size() == 1

@@ -55,7 +55,7 @@ class Stepping(Checking):
             return self._step_with_closure(optimizer, closure, others, named)
         window = self._use(optimizer, "step", (OptState.READY, OptState.UNSCALED))
         params = params_with_grad(optimizer)
-        if not params:
+        if not params and not self._groups[id(optimizer)]:
             self._step_nothing([optimizer], window)
             return None
         if takes_scaler(optimizer):
@@ -71,6 +71,7 @@ class Stepping(Checking):
             scale = window.scale
         else:
             self._unscale(optimizer, window)
+        self._settle([optimizer], window)
         skipped = self._skipped(optimizer)
         if capable:
             result = step_on_device(optimizer, scale, skipped, args, kwargs)
@@ -201,6 +202,7 @@ class Stepping(Checking):
             _floor=getattr(self._policy, "min_scale", 0.0),
             loss=returned,
             dropped=window.dropped,
+            bad_rank=measured.bad_rank,
             _own=tuple((loss.finite, loss.scale) for loss in own),
             _blame=self._blame(optimizers, window, skipped),
             _nothing=nothing,

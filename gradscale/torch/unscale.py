@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,11 +86,13 @@ def values_of(params: Iterable[Tensor]) -> Values:
     """The numbers of the gradients of `params`, as real dense tensors that share their memory.
 
     A sparse gradient is coalesced first, because duplicates add up and the sum may overflow; that
-    replaces `.grad`.
+    replaces `.grad`. Of a DTensor it is the part that this rank has.
     """
     dense = []
     for param in params:
         grad = param.grad
+        if hasattr(grad, "device_mesh"):
+            grad = _local_part(param)
         if grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.coalesce()
             grad = param.grad._values()
@@ -99,6 +101,19 @@ def values_of(params: Iterable[Tensor]) -> Values:
         if grad is not None:
             dense.append(grad)
     return grouped(dense)
+
+
+def _local_part(param: Tensor) -> Tensor:
+    """This rank's part of a gradient that is a DTensor, in the same memory."""
+    grad: Any = param.grad
+    if any(placement.is_partial() for placement in grad.placements):
+        from torch.distributed.tensor import Replicate  # takes long to import
+
+        # Nobody has the gradient yet, only summands of it.
+        whole = [Replicate() if each.is_partial() else each for each in grad.placements]
+        grad = param.grad = grad.redistribute(placements=whole)
+    part: Any = grad._local_tensor
+    return part.wait() if hasattr(part, "wait") else part
 
 
 def gradients_of(params: list[Tensor]) -> Gradients:
@@ -256,6 +271,11 @@ def read_all(
     one = torch.ones_like(inv_scale)
     shift = torch.where(amax > _LARGE, one / _SHIFT, torch.where(amax < _SMALL, one * _SHIFT, one))
     return reading, _norm(_root(values, shift), shift, inv_scale, max_norm)
+
+
+def norm_of(total: Tensor, inv_scale: Tensor, max_norm: float) -> Norm:
+    """What clips gradients that have this norm, unscaled, all ranks together."""
+    return Norm(total, inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 def _norm(root: Tensor, shift: Tensor, inv_scale: Tensor, max_norm: float) -> Norm:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import io
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import MixedPrecision
 from gradscale.torch.master import Inside, Masters, cast, lift
-from gradscale.torch.master.casting import NORMS, bare
+from gradscale.torch.master.casting import NORMS, bare, widen_states
 
 torch.set_num_threads(1)
 HALVES = [torch.float16, torch.bfloat16]
@@ -89,17 +91,106 @@ def test_inputs_are_cast_where_they_come_in() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: Tensor, more: list[Tensor], *, key: Tensor, number: int) -> Tensor:
+        def forward(
+            self, x: Tensor, more: tuple[Tensor, ...], *, key: Tensor, number: int
+        ) -> Tensor:
             seen.extend([x.dtype, more[0].dtype, more[1].dtype, key.dtype])
             return x * self.weight * number
 
     model = Look()
     cast(model, torch.float16)
     single, double = torch.ones(3), torch.ones(3, dtype=torch.float64)
-    out = model(single, [single, torch.ones(3, dtype=torch.int32)], key=double, number=2)
+    out = model(single, (single, torch.ones(3, dtype=torch.int32)), key=double, number=2)
     assert seen == [torch.float16, torch.float16, torch.int32, torch.float64]
     assert out.dtype is torch.float32
     assert torch.equal(out, torch.full((3,), 2.0))
+
+
+class Told(OrderedDict[str, Any]):
+    """What some libraries return."""
+
+
+@dataclasses.dataclass
+class Said:
+    logits: Tensor
+    state: list[Tensor]
+    number: int = 3
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+def test_outputs_of_any_kind_leave_as_float32() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.layer(x)
+            told = Told(logits=y, n=1)
+            return told, Said(y, [y]), Pair(y, y), {"y": [y]}, "text", None
+
+    model = Many()
+    cast(model, torch.float16)
+    told, said, pair, plain, *rest = model(torch.ones(1, 2))
+    assert type(told) is Told
+    assert told["n"] == 1
+    found = [told["logits"], said.logits, said.state[0], pair.left, pair.right, plain["y"][0]]
+    assert {each.dtype for each in found} == {torch.float32}
+    assert (type(pair), said.number, rest) == (Pair, 3, ["text", None])
+
+
+def test_what_is_given_to_be_filled_is_filled() -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, cache: dict[str, Tensor], seen: list[Tensor]) -> Tensor:
+            cache["y"] = self.layer(x + cache.get("x", 0))
+            seen.append(x)
+            return cache["y"]
+
+    model = Fills()
+    cast(model, torch.float16)
+    cache: dict[str, Tensor] = {"x": torch.ones(2)}
+    seen: list[Tensor] = []
+    model(torch.ones(1, 2), cache, seen=seen)
+    assert set(cache) == {"x", "y"}
+    assert len(seen) == 1
+
+
+def test_several_models_are_cast_or_none() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight.grad = torch.zeros(2, 2)
+    params = [*one.parameters(), *other.parameters()]
+    with pytest.raises(CallOrderError, match="has a gradient"):
+        MixedPrecision([one, other], optim.SGD(params), "fp16-master")
+    assert {param.dtype for param in params} == {torch.float32}
+    other.weight.grad = None
+    one.weight = other.weight
+    params = [*one.parameters(), other.bias]
+    mp = MixedPrecision([one, other], optim.SGD(params), "fp16-master", keep_float32=[one])
+    assert one.weight is other.weight
+    assert one.weight.dtype is torch.float32
+    assert mp.run(lambda: (one(torch.ones(1, 2)) + other(torch.ones(1, 2))).sum()).applied
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "bf16", "fp16-master", "bf16-master"])
+@pytest.mark.parametrize("half", HALVES)
+def test_models_that_come_in_half(mode: str, half: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(half)
+    optimizer = optim.Adam(model.parameters(), lr=1e-3)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    mp = MixedPrecision(model, optimizer, mode)
+    for _ in range(3):
+        assert mp.run(lambda: model(torch.randn(8, 4)).float().square().mean()).applied
 
 
 class Record(nn.Linear):
@@ -274,7 +365,8 @@ def test_lifting_takes_states_along_and_leaves_the_frozen() -> None:
     optimizer.step()
     optimizer.zero_grad()
     values = [param.detach().float() for param in model.parameters()]
-    lift(model, [optimizer])
+    lift(model)
+    widen_states([optimizer])
     assert [param.dtype for param in model.parameters()] == [torch.float16] * 2 + [
         torch.float32
     ] * 2
@@ -470,10 +562,12 @@ def test_a_step_that_fails_can_be_tried_again() -> None:
     masters.gather()
     with pytest.raises(RuntimeError, match="planted"), masters.in_place():
         optimizer.step()
+    assert torch.equal(param.grad, torch.ones_like(param))
     assert optimizer.param_groups[0]["params"][0] is param
     assert torch.equal(param, before)
     assert set(optimizer.state) == {param}
     fails.append(False)
+    masters.gather()
     with masters.in_place():
         optimizer.step()
     assert not torch.equal(param, before)
@@ -494,6 +588,35 @@ def test_sparse_gradients_of_half_tables() -> None:
         optimizer.step()
     moved = (table.weight.detach() - before).float().sum(1)
     assert moved.round().tolist() == [0.0, -6.0, 0.0, 0.0, -3.0, 0.0]
+
+
+@pytest.mark.parametrize("saved", ["whole", "in a list"])
+def test_lists_in_a_state_are_loaded_unrounded(saved: str) -> None:
+    class Listing(optim.SGD):
+        """Keeps its gradients in a list."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    grads = self.state[param].setdefault("grads", [])
+                    grads.append(param.grad / 3)
+
+    (param,) = weights(torch.float16, 1)
+    states = []
+    for _ in range(2):
+        optimizer = Listing([param], lr=0.1)
+        masters = Masters(optimizer)
+        if states:
+            optimizer.load_state_dict(states[0])
+        else:
+            param.grad = torch.ones_like(param)
+            masters.gather()
+            with masters.in_place():
+                optimizer.step()
+        states.append(optimizer.state_dict())
+    first, second = (state["state"][0]["grads"][0] for state in states)
+    assert second.dtype is torch.float32
+    assert torch.equal(first, second)
 
 
 def test_bad_mode_is_named() -> None:

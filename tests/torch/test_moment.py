@@ -33,10 +33,12 @@ class Counter(nn.Module):
         self.register_buffer("in_place", torch.zeros(()))
         self.register_buffer("anew", torch.zeros(()))
         self.register_buffer("none", None)
+        self.register_buffer("spread", torch.zeros(1).expand(4))
 
     def forward(self, x: Tensor) -> Any:
         self.in_place += 1
         self.anew = self.anew + 1
+        self.spread = (self.spread[:1] + 1).expand(4)
         return self.norm(x)
 
 

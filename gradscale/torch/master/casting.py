@@ -11,16 +11,18 @@ weights stay tied.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from fnmatch import fnmatchcase
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.optim.masters import HALVES
@@ -61,13 +63,14 @@ class Inside:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        args, kwargs = tree_map_only(Tensor, self._enter, (args, kwargs))
+        args = mapped(args, self._enter)
+        kwargs = {name: mapped(value, self._enter) for name, value in kwargs.items()}
         with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
             if self.inner is None:
                 output = type(self.module).forward(self.module, *args, **kwargs)
             else:
                 output = self.inner(*args, **kwargs)
-        return output if self._outputs is None else tree_map_only(Tensor, self._leave, output)
+        return output if self._outputs is None else mapped(output, self._leave, deep=True)
 
     def _enter(self, value: Tensor) -> Tensor:
         return _floating(value, self._inputs)
@@ -82,6 +85,38 @@ class Inside:
             return inspect.signature(self.inner)
         whole = inspect.signature(type(self.module).forward)
         return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor], deep: bool = False) -> Any:
+    """`value` with its tensors changed; itself if none is.
+
+    Looks into tuples; `deep` also into lists, dicts and dataclasses. An argument must not be looked
+    into so deeply: whoever gives a list or a dict may want to find something in it afterwards.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) or (deep and isinstance(value, list)):
+        items = [mapped(item, change, deep) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if not deep:
+        return value
+    if isinstance(value, MutableMapping):
+        pairs = {key: mapped(item, change, deep) for key, item in value.items()}
+        if all(map(is_, pairs.values(), value.values())):
+            return value
+        if type(value) is dict:
+            return pairs
+        new = copy.copy(value)
+        new.update(pairs)
+        return new
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        found = {name: mapped(getattr(value, name), change, deep) for name in fields}
+        same = all(item is getattr(value, name) for name, item in found.items())
+        return value if same else dataclasses.replace(value, **found)
+    return value
 
 
 def _floating(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,21 +140,32 @@ def cast(model: nn.Module, dtype: torch.dtype, keep_float32: Iterable[Keep] = NO
     Raises:
         SettingError: It cannot be cast; nothing was changed.
     """
+    cast_all([(model, list(keep_float32))], dtype)
+
+
+def cast_all(models: Iterable[tuple[nn.Module, list[Keep]]], dtype: torch.dtype) -> None:
+    """Casts models, which may share weights, each with what it keeps in float32; all or none."""
     if dtype not in HALVES:
         raise SettingError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}.")
-    model = bare(model)
-    keep = list(keep_float32)
-    fixed = {id(p) for one in keep for module in find(model, one) for p in module.parameters()}
-    if isinstance(vars(model).get("forward"), Inside):
-        raise SettingError("The model has been cast already. Cast a model once.")
-    new = {
-        name: torch.float32 if id(param) in fixed else dtype
-        for name, param in model.named_parameters()
-        if param.dtype in (torch.float32, *HALVES)
-    }
-    _cast_in_place(model, new)
-    run_in_float32(model, keep)
-    _put_inside(model, Inside(model, dtype, dtype, torch.float32))
+    whole = [(bare(model), keep) for model, keep in models]
+    kept = [module for model, keep in whole for one in keep for module in find(model, one)]
+    fixed = {id(param) for module in kept for param in module.parameters()}
+    plans = []
+    for model, _ in whole:
+        if isinstance(vars(model).get("forward"), Inside):
+            raise SettingError("The model has been cast already. Cast a model once.")
+        plans.append(
+            {
+                name: torch.float32 if id(param) in fixed else dtype
+                for name, param in model.named_parameters()
+                if param.dtype in (torch.float32, *HALVES)
+            }
+        )
+        _refuse(model, plans[-1])
+    for (model, keep), plan in zip(whole, plans, strict=True):
+        _cast_in_place(model, plan)
+        run_in_float32(model, keep)
+        _put_inside(model, Inside(model, dtype, dtype, torch.float32))
 
 
 def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> None:
@@ -128,8 +174,8 @@ def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> None:
         _put_inside(module, Inside(module, torch.float32, None))
 
 
-def lift(model: nn.Module, optimizers: Iterable[Optimizer] = (), frozen: bool = False) -> None:
-    """Makes the weights of `model` that are trained float32, in place, and their states.
+def lift(model: nn.Module, frozen: bool = False) -> None:
+    """Makes the weights of `model` that are trained float32, in place.
 
     `frozen` weights are lifted too if asked: else a base that is not trained stays as it is.
     """
@@ -140,11 +186,16 @@ def lift(model: nn.Module, optimizers: Iterable[Optimizer] = (), frozen: bool = 
     }
     if halves:
         refuse_wrapped(model)
-    _cast_in_place(bare(model), dict.fromkeys(halves, torch.float32))
-    lifted = set(map(id, halves.values()))
+    plan = dict.fromkeys(halves, torch.float32)
+    _refuse(bare(model), plan)
+    _cast_in_place(bare(model), plan)
+
+
+def widen_states(optimizers: Iterable[Optimizer]) -> None:
+    """Makes the states of float32 parameters float32, where they were made for half ones."""
     for optimizer in optimizers:
         for key, state in optimizer.state.items():
-            if id(key) in lifted:
+            if getattr(key, "dtype", None) is torch.float32:
                 narrow = {k: v for k, v in state.items() if getattr(v, "dtype", None) in HALVES}
                 state.update({name: value.float() for name, value in narrow.items()})
 
@@ -181,11 +232,11 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _cast_in_place(model: nn.Module, formats: dict[str, torch.dtype]) -> None:
-    """Casts the parameters of these names, if all of them can be."""
-    params = {name: param for name, param in model.named_parameters() if name in formats}
-    new = {name: p for name, p in params.items() if p.dtype is not formats[name]}
-    for name, param in new.items():
+def _refuse(model: nn.Module, formats: dict[str, torch.dtype]) -> None:
+    """Raises if the parameters of these names cannot be cast."""
+    for name, param in model.named_parameters():
+        if formats.get(name, param.dtype) is param.dtype:
+            continue
         if hasattr(param, "device_mesh"):
             raise SettingError(
                 f"{name!r} is sharded, so it cannot be cast. Give fully_shard() a "
@@ -200,8 +251,20 @@ def _cast_in_place(model: nn.Module, formats: dict[str, torch.dtype]) -> None:
                 f"{name!r} has weights beyond 65504, which are infinite in float16. Keep its "
                 f"module in float32: keep_float32=[{name.rpartition('.')[0]!r}]."
             )
-    for name, param in new.items():
-        param.data = param.data.to(formats[name])
+
+
+@torch.no_grad()
+def _cast_in_place(model: nn.Module, formats: dict[str, torch.dtype]) -> None:
+    """Casts the parameters of these names."""
+    for name, param in model.named_parameters():
+        if formats.get(name, param.dtype) is not param.dtype:
+            param.data = param.data.to(formats[name])
+    # What a norm has counted goes with its weights, or its kernel refuses both.
+    for module in model.modules():
+        if isinstance(module, _NormBase) and getattr(module.weight, "dtype", None) is torch.float32:
+            for buffer in module.buffers(recurse=False):
+                if buffer.dtype in HALVES:
+                    buffer.data = buffer.data.float()
 
 
 def _overflows(param: Tensor) -> Tensor:

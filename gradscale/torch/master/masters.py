@@ -54,6 +54,11 @@ class Masters:
         """Whether masters stand in the optimizer's groups now."""
         return self._weights is not None
 
+    def with_grad(self) -> list[Tensor]:
+        """The weights that have gradients."""
+        own = self._own_params()
+        return [weight for weight in own if weight.dtype in HALVES and weight.grad is not None]
+
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Weights and the masters that have their gradients."""
         return list(self._stands.values())
@@ -62,17 +67,17 @@ class Masters:
     def gather(self) -> None:
         """Moves the gradients of weights to their masters, in float32, and adds them up there."""
         made, grads = [], []
-        for weight in self._own_params():
-            if weight.dtype not in HALVES or weight.grad is None:
+        for weight in self.with_grad():
+            stand, grad = self._stand_for(weight), weight.grad
+            if grad is None:  # one that comes twice
                 continue
-            stand = self._stand_for(weight)
-            if weight.grad.layout is not torch.strided or stand.grad is not None:
-                wide = weight.grad.float()
+            if grad.layout is not torch.strided or stand.grad is not None:
+                wide = grad.float()
                 stand.grad = wide if stand.grad is None else stand.grad + wide
             else:
                 stand.grad = torch.empty_like(stand)
                 made.append(stand.grad)
-                grads.append(weight.grad)
+                grads.append(grad)
             weight.grad = None
         if made:
             torch._foreach_copy_(made, grads)
@@ -105,7 +110,8 @@ class Masters:
     def take_out(self, done: bool = True) -> None:
         """Has the weights stand in the groups again, as their masters are now.
 
-        Gradients are cleared, unless the step is not `done` and will be tried again.
+        Gradients are cleared, unless the step is not `done`: then weights have them again, and it
+        can be tried once more.
         """
         if self._weights is None:
             return
@@ -116,11 +122,11 @@ class Masters:
         for weight, stand in self._stands.values():
             if stand in state:
                 state[weight].update(state.pop(stand))
-            if done:
-                stand.grad = None
+            if not done and stand.grad is not None:
+                weight.grad = stand.grad.to(weight.dtype)
+            stand.grad = None
         self.write()
-        if done:
-            self._stands.clear()
+        self._stands.clear()
 
     @torch.no_grad()
     def write(self) -> None:
@@ -137,7 +143,7 @@ class Masters:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has masters stand in the groups for a while; their gradients stay if that fails."""
+        """Has masters stand in the groups for a while; weights have gradients if that fails."""
         self.put_in()
         try:
             yield
@@ -151,6 +157,8 @@ class Masters:
 
         def evaluate() -> Any:
             self.write()
+            for _, stand in self._stands.values():
+                stand.grad = None  # a closure may clear those of the model alone
             result = closure()
             self.gather()
             return result

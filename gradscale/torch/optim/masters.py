@@ -136,5 +136,16 @@ def take_unrounded(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
         for name, value in saved["state"].get(number, {}).items():
-            if param.dtype in HALVES and isinstance(value, Tensor) and name != "step":
-                optimizer.state[param][name] = value.to(param.device, copy=True)
+            if param.dtype in HALVES and name != "step":
+                optimizer.state[param][name] = _copied(value, param.device)
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """`value`, a state, with all tensors in it copied to `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, device) for item in value)
+    return value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
-from gradscale.errors import SettingError
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.applying import check_limits
 from gradscale.torch.moment import Moment
 from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.precision.steps import Steps
@@ -81,6 +82,12 @@ class MixedPrecision(Steps):
         """
         if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
             raise SettingError(f"retries must be a whole number >= 0, got {retries!r}.")
+        check_limits(clip_norm, clip_value)
+        if any(param.grad is not None for _, param in self._trained()):
+            raise CallOrderError(
+                "run() was called with gradients there, which a retry would lose. Call step() or "
+                "zero_grad() first, or let the closure return all losses of the step."
+            )
         moment = Moment(self.models)
         earlier: list[StepOutcome] = []
         while True:
@@ -104,8 +111,9 @@ class MixedPrecision(Steps):
             stack.enter_context(self.accumulate(passes, drop=drop))
             with self.autocast():
                 made = closure()
-            if made is None:
-                raise SettingError("closure must return the loss, got None. Does it say return?")
+            if not isinstance(made, Iterable):  # a tensor is one, too
+                what = type(made).__name__
+                raise SettingError(f"closure must return the loss, got {what}. Does it say return?")
             if isinstance(made, Tensor):
                 self.backward(made)
                 return made.detach()

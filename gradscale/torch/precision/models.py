@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,13 @@ from gradscale.torch.master.casting import (
     NORMS,
     Keep,
     bare,
-    cast,
+    cast_all,
     device_of,
     find,
     lift,
     refuse_wrapped,
     run_in_float32,
+    widen_states,
 )
 from gradscale.torch.master.masters import Masters
 from gradscale.torch.optim.masters import HALVES, LOW, WHOLE, begin, master_of
@@ -49,7 +51,8 @@ class Models:
         self.mode = mode_named(mode)
         self._followed: list[Any] = []
         """What `follow()` was given that can be saved."""
-        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
+        self.models: list[nn.Module] = list(model) if several else [model]  # type: ignore[arg-type,list-item]
         self.optimizers = as_optimizers(optimizer)
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
             raise SettingError("MixedPrecision takes one or more models, got none or another.")
@@ -83,29 +86,38 @@ class Models:
         if self.mode.casts:
             for model in self.models:
                 refuse_wrapped(model)
+            owners = Counter(id(param) for _, param in self._trained())
+            if any(count > 1 for count in owners.values()):
+                raise SettingError(
+                    f"A parameter is in two optimizers, which goes with no masters. Use the mode "
+                    f'"{self.mode.passes.replace("float", "fp")}", or give it to one of them.'
+                )
         for each in keep:
             if not any(find(bare(model), each) for model in self.models):
                 what = repr(each) if isinstance(each, str) else f"this {type(each).__name__}"
                 raise SettingError(f"keep_float32 has {what}, which is no module of the model.")
-        for model in self.models:
-            mine = [each for each in keep if find(bare(model), each)]
-            if self.mode.casts:
-                cast(model, self.mode.dtype, (*NORMS, *mine))
-                continue
-            wide = self.mode.passes == "float32"
-            lift(model, self.optimizers, frozen=wide)
+        kept = [
+            (model, [each for each in keep if find(bare(model), each)]) for model in self.models
+        ]
+        wide = self.mode.passes == "float32"
+        if self.mode.casts:
+            cast_all([(model, [*NORMS, *mine]) for model, mine in kept], self.mode.dtype)
+        for model, mine in () if self.mode.casts else kept:
+            lift(model, frozen=wide)
             if not wide:
                 run_in_float32(model, (*NORMS, *mine))
+        widen_states(self.optimizers)
 
     def _masters_of(self, optimizer: Optimizer) -> Masters | None:
-        """What keeps the masters of `optimizer`; None if it does so itself, or has none."""
-        if self.mode.master is None:
-            return None
+        """What keeps the masters of `optimizer`; None if it does so itself."""
         if isinstance(optimizer, OnePass):
-            optimizer.keep_masters(self.mode.master)
+            if self.mode.master is not None:
+                optimizer.keep_masters(self.mode.master)
             return None
-        masters = Masters(optimizer, self.mode.master)
-        optimizer.register_step_pre_hook(_guard(masters))
+        # Without masters, too, a half weight may come: one that is unfrozen, or added to a group.
+        masters = Masters(optimizer, self.mode.master or "float32")
+        if self.mode.master is not None:
+            optimizer.register_step_pre_hook(_guard(masters))
         return masters
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +133,7 @@ class Models:
             "models": [bare(model).state_dict() for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
-            "followed": [each.state_dict() for each in self._followed],
+            "followed": [(type(each).__name__, each.state_dict()) for each in self._followed],
             "retries": self.retries,
         }
 
@@ -137,7 +149,7 @@ class Models:
             bare(model).load_state_dict(saved)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        for each, saved in zip(self._followed, state["followed"], strict=True):
+        for each, (_, saved) in zip(self._followed, state["followed"], strict=True):
             each.load_state_dict(saved)
         self.retries = state["retries"]
 
@@ -165,6 +177,10 @@ class Models:
         for kind, mine in here.items():
             if len(state[kind]) != len(mine):
                 raise StateError(f"This state has {len(state[kind])} {kind}, here are {len(mine)}.")
+        follows = [type(each).__name__ for each in self._followed]
+        followed = [name for name, _ in state["followed"]]
+        if follows != followed:
+            raise StateError(f"This state is followed by {followed}, and this run by {follows}.")
         for model, saved in zip(self.models, state["models"], strict=True):
             own = bare(model).state_dict()
             odd = [
@@ -191,18 +207,23 @@ class Models:
         """
         if model is None and len(self.models) > 1:
             raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
-        whole = bare(self.models[0] if model is None else model)
+        if model is not None and all(model is not each for each in self.models):
+            raise SettingError("model must be one that MixedPrecision was made with.")
+        chosen = bare(self.models[0] if model is None else model)
         owners = {id(p): o for o in self.optimizers for g in o.param_groups for p in g["params"]}
         wide: dict[str, Any] = {}
-        for name, value in whole.state_dict(keep_vars=True).items():
+        for name, value in chosen.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
                 wide[name] = value
                 continue
             owner = owners.get(id(value))
             state = {} if owner is None else owner.state.get(value, {})
-            known = value.dtype in HALVES and (WHOLE in state or LOW in state)
-            plain = master_of(value, state) if known else value
-            wide[name] = plain.detach().float() if plain.dtype in HALVES else plain.detach().clone()
+            plain = value.detach()
+            if plain.dtype in HALVES and (WHOLE in state or LOW in state):
+                whole = master_of(plain, state)
+                # Somebody may have written to the weight since.
+                plain = torch.where(whole.to(plain.dtype) == plain, whole, plain.float())
+            wide[name] = plain.float() if plain.dtype in HALVES else plain.clone()
         return wide
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.applying import check_limits
+from gradscale.torch.master.masters import Masters
 from gradscale.torch.outcome import StepOutcome
 from gradscale.torch.precision.models import Models, as_optimizers
 
@@ -65,13 +67,17 @@ class Steps(Models):
         share = self._share = _Share(passes, drop)
         try:
             yield
+            if share.taken < passes:
+                raise CallOrderError(
+                    f"accumulate({passes}) saw {share.taken} backward passes, so their mean would "
+                    "be too small, and their gradients are cleared. Give it the number that there "
+                    "are."
+                )
+        except BaseException:
+            self.zero_grad()
+            raise
         finally:
             self._share = None
-        if share.taken < passes:
-            raise CallOrderError(
-                f"accumulate({passes}) saw {share.taken} backward passes, so their mean would be "
-                "too small. Call zero_grad(), and give it the number that there are."
-            )
 
     def step(
         self,
@@ -98,12 +104,12 @@ class Steps(Models):
             raise SettingError(
                 f"step() takes the optimizers that MixedPrecision was made with, got {strange[0]}."
             )
-        limits = {"clip_norm": clip_norm, "clip_value": clip_value}
+        check_limits(clip_norm, clip_value)
         masters = [own for each in several if (own := self._masters[id(each)]) is not None]
         with ExitStack() as stack:
             for own in masters:
                 if closure is None:
-                    own.gather()
+                    self._gather(own)
                 else:
                     own.make_all()
                 for weight, stand in own.pairs():
@@ -111,19 +117,40 @@ class Steps(Models):
                 stack.enter_context(own.in_place())
             if closure is not None and masters:
                 closure = masters[0].around(closure)
-            return self.scaler.apply(several, closure=closure, **limits)  # type: ignore[arg-type]
+            return self.scaler.apply(
+                several, clip_norm=clip_norm, clip_value=clip_value, closure=closure
+            )
+
+    def _gather(self, masters: Masters) -> None:
+        """Moves gradients to `masters`, those that were left by an earlier step at today's scale.
+
+        Raises:
+            CallOrderError: gradients of different scales were added up, which nothing can undo.
+        """
+        window = self.scaler._pending()
+        if window is None:
+            masters.gather()
+            return
+        _, other = window.split(masters.with_grad())
+        masters.gather()
+        left = {id(weight): mark.left for weight, mark in other}
+        for weight, stand in masters.pairs():
+            if id(weight) in left and stand.grad is not None:
+                rest = left[id(weight)]
+                stand.grad.mul_(window.scale if rest is None else rest * window.scale)
 
     def grad(self, outputs: Any, inputs: Any, **settings: Any) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled."""
         return self.scaler.grad(outputs, inputs, **settings)
 
     def zero_grad(self) -> None:
-        """Clears all gradients."""
+        """Clears all gradients, and forgets the losses that made them."""
         for optimizer in self.optimizers:
             masters = self._masters[id(optimizer)]
             if masters is not None:
                 masters.zero_grad()
             optimizer.zero_grad()
+        self.scaler._abandon()
 
     def follow(self, *things: Any, **settings: Any) -> None:
         """Steps schedulers, averages, counters after applied steps alone: `GradScaler.follow`.
