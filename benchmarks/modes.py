@@ -1,5 +1,6 @@
 """What every mode of MixedPrecision gives and costs: quality, memory, time.
 
+    python modes.py                              # both, on a GPU
     python modes.py quality --device cuda --seeds 3
     python modes.py memory --device cuda
     python modes.py table                        # rewrites docs/modes.md from the rows
@@ -203,7 +204,8 @@ def weigh(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs, prints and appends; or writes the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["quality", "memory", "table"])
+    choices = ["both", "quality", "memory", "table"]
+    parser.add_argument("what", nargs="?", default="both", choices=choices, help="quality, memory")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -215,10 +217,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.what == "table":
         write(read(options.results))
-    elif options.device == "cuda" and not torch.cuda.is_available():
+        return
+    if options.what == "both":
+        options.device = "cuda"
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("needs a CUDA device; nothing was run")
-    else:
-        (_quality if options.what == "quality" else _memory)(options)
+        return
+    if options.what != "memory":
+        _quality(options)
+    if options.what != "quality":
+        _memory(options)
 
 
 def _quality(options: argparse.Namespace) -> None:

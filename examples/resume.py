@@ -86,7 +86,7 @@ def main() -> None:
 
         train(broken)
         left, right = checkpoint.load(whole), checkpoint.load(broken)
-        applied = left["mp"]["followed"][0]["last_epoch"]
+        applied = left["mp"]["followed"][0][1]["last_epoch"]
         if not same(left, right):
             raise SystemExit("The two runs differ.")
         if not 0 < applied < STEPS:

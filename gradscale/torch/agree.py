@@ -13,6 +13,7 @@ step must not hang.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradscale.errors import SettingError, StateError, caller_level
+from gradscale.errors import CallOrderError, SettingError, StateError, caller_level
 from gradscale.torch.outcome import Sent
 from gradscale.torch.unscale import move, read_all, values_of
+
+if dist.is_available():
+    # torch imports it with the first optimizer, and its default arguments then hold the group of
+    # all ranks for ever, so that gloo ends one process in ten with an abort (torch 2.13). Imported
+    # before there is a group, they hold None, which means the same.
+    import torch.distributed.nn.functional
 
 AUTO = "auto"
 EVERY = 64
@@ -77,10 +84,22 @@ class Agreement:
         self._auto = isinstance(groups, str)
         if self._auto and groups != AUTO:
             raise SettingError(f'groups must be "auto", None or process groups, got {groups!r}.')
-        self._given = [] if groups is None or self._auto else list(_members(groups))
+        # Weakly: torch ends a process with an abort if a group of gloo's outlives its destruction.
+        given = [] if groups is None or self._auto else list(_members(groups))
+        self._given = [(weakref.ref(group), shards) for group, shards in given]
         self._silent = groups is None
-        self._named: list[Group] = []
+        self._named: list[tuple[weakref.ref[Any], bool]] = []
         self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Process groups stay in their process: elsewhere it finds out anew."""
+        return type(self), (None if self._silent else AUTO,)
+
+    def __copy__(self) -> Agreement:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Agreement:
+        return self
 
     def name(self, module: nn.Module) -> None:
         """Takes over the process groups that the wrappers in `module` know."""
@@ -88,8 +107,8 @@ class Agreement:
             return
         for each in module.modules():
             for group, shards in _groups_of(each):
-                if all(known is not group for known, _ in self._named):
-                    self._named.append((group, shards))
+                if all(known() is not group for known, _ in self._named):
+                    self._named.append((weakref.ref(group), shards))
 
     def among(self, params: Iterable[Tensor]) -> list[Group]:
         """The groups in which `params` must be agreed on, and whether plain tensors are shards.
@@ -98,7 +117,12 @@ class Agreement:
         """
         if not _several() or self._silent:
             return []
-        found = [*self._given, *self._named]
+        found = [(ref(), shards) for ref, shards in (*self._given, *self._named)]
+        if any(group is None for group, _ in found):
+            raise CallOrderError(
+                "A process group of the scaler has been destroyed. Make the scaler anew, or step "
+                "it before destroy_process_group()."
+            )
         if self._auto:
             for mesh in {_mesh_of(param): None for param in params} if params else ():
                 for group in () if mesh is None else mesh.get_all_groups():
@@ -169,6 +193,17 @@ def settle(reports: Sequence[Report], groups: Sequence[Group]) -> tuple[list[Rep
         marks.append(rows[:, 0, Report._fields.index("mark")])
         together = [_together(rows[:, place]) for place in range(len(together))]
     return together, marks
+
+
+def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
+    """The largest of each of `values` on all ranks; a NaN is larger than anything."""
+    for group, _ in groups:
+        here = values.to(_device_for(group, values.device))
+        size = dist.get_world_size(group)
+        gathered = torch.empty(size * len(here), dtype=here.dtype, device=here.device)
+        _gather(gathered, here, group)
+        values = move(gathered.view(size, -1).amax(0), values.device)
+    return values
 
 
 def _together(rows: Tensor) -> Report:
@@ -254,8 +289,11 @@ class Drift:
             raise SettingError(f'on_drift must be "raise" or "repair", got {on_drift!r}.')
         self._repairs = on_drift == "repair"
         self._count = 0
-        self._sent: list[tuple[Any, Sent]] = []
-        self._due: list[tuple[Any, Sent]] = []
+        self._sent: list[tuple[weakref.ref[Any], Sent]] = []
+        self._due: list[tuple[weakref.ref[Any], Sent]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ("repair" if self._repairs else "raise",)
 
     def mark(self, state: Sequence[Tensor]) -> Tensor:
         """A checksum of `state`, in a step in which marks travel; else 0."""
@@ -276,7 +314,7 @@ class Drift:
         self._due, self._sent = (
             self._sent,
             [
-                (group, Sent.away(each.clone()))
+                (weakref.ref(group), Sent.away(each.clone()))
                 for (group, _), each in zip(groups, marks, strict=True)
             ],
         )
@@ -284,7 +322,10 @@ class Drift:
     def check(self, state: Sequence[Tensor]) -> None:
         """Raises, or repairs `state`, if the marks that have come differ: on all ranks alike."""
         due, self._due = self._due, []
-        for group, sent in due:
+        for ref, sent in due:
+            group = ref()
+            if group is None:
+                continue
             marks = sent.read().tolist()
             odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
             if not odd:

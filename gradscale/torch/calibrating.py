@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError, StuckError
 from gradscale.policy import GradStats, Headroom, HeadroomState
 from gradscale.torch import compiled
+from gradscale.torch.agree import largest
 from gradscale.torch.applying import Applying
 from gradscale.torch.moment import Moment
 from gradscale.torch.unscale import read, times, values_of
@@ -114,18 +115,23 @@ class Calibrating(Applying):
                 )
             if self._state is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            if not bool(torch.isfinite(loss.detach()).all()):
+            groups = self._agreement.among(params)
+            total = loss.detach().float().sum().reshape(1)
+            worst = float(largest((total * 0).abs(), groups))  # NaN if one is not finite
+            if not math.isfinite(worst):
                 raise StuckError(
-                    f"calibrate() found a loss of {float(loss.detach().float().sum()):g}, which no "
-                    "scale is to blame for. Look at the batch and the forward pass."
+                    f"calibrate() found a loss of {float(total):g}, or one on another rank that is "
+                    "not finite, which no scale is to blame for. Look at the batch and the forward "
+                    "pass."
                 )
             factor = torch.full((), scale, dtype=torch.float32, device=loss.device)
             torch.autograd.backward(times(loss, factor))
             values = values_of(p for p in params if p.grad is not None)
-            if not values:
+            if not values and not groups:
                 raise SettingError("The loss of closure reaches no parameter of the optimizers.")
             one = torch.ones_like(self._live("calibrate()").scale)
-            amax = float(read(values, one).amax)  # type: ignore[arg-type]
+            found: Any = read(values, one).amax
+            amax = float(largest(found.reshape(1), groups))
         finite = math.isfinite(amax)
         return GradStats(finite=finite, amax=amax, exponent=math.frexp(amax)[1] if finite else 0)
 

@@ -26,6 +26,7 @@ from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
 from gradscale.torch.keeper import STEPS
 from gradscale.torch.kernels import capturing
+from gradscale.torch.master.casting import bare
 from gradscale.torch.outcome import Names
 from gradscale.torch.scaling import NOT_SAVED, refuse_capture
 
@@ -252,7 +253,7 @@ class GradScaler(Calibrating):
         """
         if torch.compiler.is_compiling():
             return compiled.outside(self, "name", model)
-        self._names.take(model)
+        self._names.take(bare(model))
         self._agreement.name(model)
 
     def _unsettled(self) -> list[Optimizer]:
@@ -275,13 +276,12 @@ class GradScaler(Calibrating):
 
     def __getstate__(self) -> dict[str, Any]:
         pickled = super().__getstate__()
-        for name in (*NOT_SAVED, "_events", "_followers", "_names", "_agreement", "_drift"):
+        for name in (*NOT_SAVED, "_events", "_followers", "_names"):
             pickled.pop(name)
         return pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._agreement, self._drift = Agreement(), Drift()
         self._begin()
 
 

@@ -129,6 +129,7 @@ class Stepping(Checking):
             self._record(optimizer, run.reading, OptState.UNSCALED)
         window = self._use(optimizer, "step", (OptState.UNSCALED,))
         window.mark(params_with_grad(optimizer))
+        self._settle([optimizer], window)
         self._finish([optimizer], window, self._skipped(optimizer), returned=result)
         return result
 

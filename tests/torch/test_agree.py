@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -29,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+import gradscale as gs
 from gradscale.errors import SettingError, StateError
 from gradscale.torch import GradScaler
 from gradscale.torch.agree import Agreement, Shards
@@ -373,6 +375,75 @@ def check_wire() -> None:
         assert len(calls) == 1, calls
 
 
+def check_soak() -> None:
+    """Raises if ranks differ in one of 10,000 steps, with faults on any of them at any time."""
+    rank, steps = dist.get_rank(), 10_000
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.fill_(0.5)
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    policy = gs.Dynamic(init_scale=2.0**10, growth_interval=20)
+    scaler = GradScaler("cpu", policy=policy, groups=dist.group.WORLD, on_stuck="ignore")
+    dice = torch.Generator().manual_seed(rank)
+    faults = torch.randint(400, (steps,), generator=dice)
+    x = torch.ones(2, 4)
+    seen = torch.zeros(steps, 2)
+    for step in range(steps):
+        fault = int(faults[step])
+        if fault != 3:  # 3: no loss at all
+            scaler.backward(model(x).square().mean() * (math.nan if fault == 2 else 1.0))
+        if fault in (0, 1):
+            model.bias.grad.fill_(math.inf if fault else math.nan)
+        elif fault == 4:
+            model.zero_grad()
+        outcome = scaler.apply(optimizer)
+        seen[step, 0], seen[step, 1] = float(outcome.applied), float(outcome.scale)
+    everywhere = [torch.empty_like(seen) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, seen)
+    assert all(torch.equal(each, everywhere[0]) for each in everywhere)
+    bad = [torch.empty_like(faults) for _ in everywhere]
+    dist.all_gather(bad, faults)
+    spoilt = torch.stack(bad).le(2).any(0)
+    assert torch.equal(seen[:, 0] == 0, spoilt)
+    assert 100 < int(spoilt.sum()) < 1000
+    assert seen[:, 1].unique().numel() > 5  # the scale went up and down
+
+
+def check_calibrate() -> None:
+    """Raises if ranks find different first scales, or one fails alone."""
+    rank = dist.get_rank()
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", policy=gs.Headroom(), groups=dist.group.WORLD)
+    scale = scaler.calibrate(lambda: loss_of(model, batch(0)) * 100.0**rank, optimizer, model)
+    assert len(set(everyone(scale))) == 1
+    with pytest.raises(gs.StuckError, match="found a loss of"):
+        scaler.calibrate(lambda: loss_of(model, batch(0)) * (math.nan if rank else 1), optimizer)
+
+
+def check_closure() -> None:
+    """Raises if a step with a closure is undone on one rank alone."""
+    rank = dist.get_rank()
+    model = net()
+    optimizer = optim.LBFGS(model.parameters(), max_iter=3)
+    scaler = GradScaler("cpu", init_scale=2.0**8, groups=dist.group.WORLD)
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(0))
+            scaler.backward(loss)
+            if step == 1 and rank == 1:
+                model.wide.bias.grad.fill_(math.inf)
+            return loss
+
+        outcome = scaler.apply(optimizer, closure=closure)
+        told = everyone((bool(outcome.applied), scaler.get_scale(), model.wide.bias.tolist()))
+        assert told[0] == told[1]
+        assert told[0][0] == (step != 1)
+
+
 def run_ranks(check: str, world: int, folder: Path, timeout: int = 300) -> None:
     """Runs a check on several ranks; fails if one of them does."""
     ranks = [
@@ -394,13 +465,19 @@ def run_ranks(check: str, world: int, folder: Path, timeout: int = 300) -> None:
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(errors)[-4000:]
 
 
-@pytest.mark.parametrize("check", ["stages", "uneven", "drift", "asks", "wire"])
+@pytest.mark.parametrize(
+    "check", ["stages", "uneven", "drift", "asks", "wire", "calibrate", "closure"]
+)
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     run_ranks(check, 2, tmp_path)
 
 
 def test_every_way_to_share_a_model(tmp_path: Path) -> None:
     run_ranks("matrix", 2, tmp_path)
+
+
+def test_four_ranks_agree_in_ten_thousand_steps(tmp_path: Path) -> None:
+    run_ranks("soak", 4, tmp_path)
 
 
 def test_one_rank_asks_nobody() -> None:
@@ -411,8 +488,10 @@ def test_one_rank_asks_nobody() -> None:
         GradScaler("cpu", groups=3)
     with pytest.raises(SettingError, match='on_drift must be "raise" or "repair"'):
         GradScaler("cpu", on_drift="ignore")
-    copied = copy.deepcopy(GradScaler("cpu"))
-    assert copied._agreement.among([]) == []
+    for scaler in (GradScaler("cpu"), GradScaler("cpu", groups=None, on_drift="repair")):
+        for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+            assert copied._agreement._silent == scaler._agreement._silent
+            assert copied._drift._repairs == scaler._drift._repairs
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Models:
                 if self.mode.master is not None and param.dtype in HALVES:
                     begin(param, owner.state[param], whole, self.mode.master)
         for each in self.models:
-            self.scaler.name(bare(each))
+            self.scaler.name(each)
         self.retries = 0
         """How many times a step was computed again by `run()`."""
 

@@ -172,6 +172,10 @@ class Steps(Models):
 
         return self.scaler.calibrate(cast, self.optimizers, nn.ModuleList(self.models))
 
+    def name(self, model: nn.Module) -> None:
+        """Takes over the process groups of a model that was wrapped in DDP afterwards."""
+        self.scaler.name(model)
+
     def flush(self) -> None:
         """Tells and calls everything that is still due; **waits for the device**."""
         self.scaler.flush()

@@ -1,0 +1,83 @@
+"""Pipeline parallel: the loss is scaled where it is made, and the flag reaches every stage.
+
+torchrun --nproc-per-node 2 examples/pipeline.py # or plain python, which starts two ranks
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradscale as gs
+from gradscale.torch import GradScaler
+from gradscale.torch.agree import Shards
+
+STEPS = 30
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= 2
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    torch.manual_seed(rank)
+    layers = [nn.Linear(8, 32), nn.GELU()] if rank == 0 else [nn.Linear(32, 1)]
+    stage = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2, fused=True)
+    # Stages hold different parameters in plain tensors, which nobody can see: so it is said.
+    scaler = GradScaler(device.type, policy=gs.Headroom(), groups=Shards(dist.group.WORLD))
+
+    inputs = torch.randn(STEPS, 32, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    applied, loss = [], torch.zeros(())
+    for step in range(STEPS):
+        with torch.autocast(device.type, dtype=torch.float16):
+            if rank == 0:
+                hidden = stage(inputs[step]).float()
+                dist.send(hidden.detach(), 1)
+            else:
+                received = torch.empty(32, 32, device=device)
+                dist.recv(received, 0)
+                received.requires_grad_()
+                outputs = stage(received).float()
+        if rank == 1:
+            loss = nn.functional.mse_loss(outputs, inputs[step].sum(1, keepdim=True))
+            scaler.backward(loss)
+            dist.send(received.grad, 0)  # type: ignore[arg-type]
+        else:
+            grad = torch.empty(32, 32, device=device)
+            dist.recv(grad, 1)
+            begin(scaler, hidden, grad)
+        if step == 10 and rank == 0:
+            for param in stage.parameters():
+                torch.nn.init.constant_(param.grad, math.inf)  # type: ignore[arg-type]
+        applied.append(bool(scaler.apply(optimizer, clip_norm=1.0).applied))
+
+    told: list[object] = [None, None]
+    dist.all_gather_object(told, (applied, scaler.get_scale()))
+    if told[0] != told[1]:
+        raise SystemExit("The stages have gone different ways.")
+    if applied != [step != 10 for step in range(STEPS)]:
+        raise SystemExit("Step 10 should have been skipped, and no other.")
+    if rank == 1:
+        print(f"2 stages, step 10 skipped by both, loss {loss.item():.3f}")
+    dist.destroy_process_group()
+
+
+def begin(scaler: GradScaler, hidden: Tensor, grad: Tensor) -> None:
+    """Runs the backward pass of a stage that gets a scaled gradient from the next one."""
+    scaler.scale(torch.zeros((), device=hidden.device))  # opens the window of this step
+    hidden.backward(grad)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main()
+    else:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        sys.exit(subprocess.run([sys.executable, *launch, __file__]).returncode)
