@@ -123,7 +123,7 @@ class Applying(Fast):
                 "scaler.backward(loss) instead of loss.backward()."
             )
         max_norm = math.inf if clip_norm is None else clip_norm
-        groups = self._groups[id(optimizers[0])]
+        groups = self._who(optimizers)
         alone = not groups
         if (
             alone
@@ -214,7 +214,7 @@ class Applying(Fast):
         max_norm: float,
     ) -> Norm:
         """The norm of the gradients of all ranks, who have agreed on everything else as well."""
-        part = part_of_norm(params, self._groups[id(optimizers[0])], norm.total, inv_scale)
+        part = part_of_norm(params, self._who(optimizers), norm.total, inv_scale)
         whole = self._settle(optimizers, window, part)
         return norm_of(whole, inv_scale, max_norm)  # type: ignore[arg-type]
 

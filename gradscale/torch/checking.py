@@ -20,7 +20,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import compiled
-from gradscale.torch.agree import Agreement, Drift, Report, part_of_norm, settle
+from gradscale.torch.agree import Agreement, Drift, Group, Report, part_of_norm, settle
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import weigh_up
 from gradscale.torch.outcome import Blame, Names, culprits
@@ -118,6 +118,15 @@ class Checking(Scaling):
             window.loss_finite = None  # one rank's NaN loss may be every rank's NaN gradient
         return window
 
+    def _who(self, optimizers: Sequence[Optimizer]) -> list[Group]:
+        """The groups that must agree on the gradients of `optimizers`, all together."""
+        found: list[Group] = []
+        for optimizer in optimizers:
+            for group in self._groups[id(optimizer)]:
+                if all(group[0] is not known for known, _ in found):
+                    found.append(group)
+        return found
+
     def _settle(
         self, optimizers: Sequence[Optimizer], window: Window, norm: Tensor | None = None
     ) -> Tensor | None:
@@ -125,7 +134,7 @@ class Checking(Scaling):
 
         `norm` is that of this rank's gradients, unscaled; what comes back is that of all.
         """
-        groups = self._groups[id(optimizers[0])]
+        groups = self._who(optimizers)
         if not groups:
             return norm
         scale = self._live("step()").scale

@@ -282,6 +282,25 @@ def check_stages() -> None:
             assert scaler.get_scale() == 2.0**7
 
 
+def check_together() -> None:
+    """Raises if two optimizers, of which one is of sharded parameters, do not decide together."""
+    rank = dist.get_rank()
+    plain = nn.Linear(WIDTH, WIDTH)
+    shards = nn.Linear(WIDTH, WIDTH)
+    fully_shard(shards, mesh=init_device_mesh("cpu", (2,)))
+    both = [optim.SGD(each.parameters(), lr=0.1) for each in (plain, shards)]
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    for step in range(3):
+        scaler.backward((plain(batch(0)) + shards(batch(0))).square().mean())
+        if step == 1 and rank == 1:
+            plain.bias.grad.fill_(math.inf)  # of which the shards tell nothing
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing tells who shares the plain ones
+            outcome = scaler.apply(both)
+        told = everyone((bool(outcome.applied), scaler.get_scale()))
+        assert told[0] == told[1] == (step != 1, 2.0**8 if step < 1 else 2.0**7)
+
+
 def check_uneven() -> None:
     """Raises if a rank that has no more data, and scales no loss, does not go along."""
     rank = dist.get_rank()
@@ -466,7 +485,8 @@ def run_ranks(check: str, world: int, folder: Path, timeout: int = 300) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", ["stages", "uneven", "drift", "asks", "wire", "calibrate", "closure"]
+    "check",
+    ["stages", "together", "uneven", "drift", "asks", "wire", "calibrate", "closure"],
 )
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     run_ranks(check, 2, tmp_path)

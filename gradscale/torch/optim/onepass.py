@@ -345,9 +345,10 @@ class OnePass(torch.optim.Optimizer):
             self._tie = OptimizerTie(self)
         # A state of torch's optimizer that was not fused says so, and counts steps on the CPU.
         for group in self.param_groups:
-            said = {name: group.get(name) for name in _FIXED}  # None leaves it to torch
-            known = {name for name, value in said.items() if value is not None}
-            group.update({name: _FIXED[name] for name in known | ({"fused"} & group.keys())})
+            for name, value in _FIXED.items():
+                # None leaves it to torch, which must not be left whether it is fused.
+                if group.get(name) is not None or (name == "fused" and name in group):
+                    group[name] = value
             for param in group["params"]:
                 steps = self.state.get(param, {}).get("step")
                 if steps is not None:
