@@ -9,5 +9,13 @@ from gradscale.torch.events import Event
 from gradscale.torch.outcome import Culprit, StepOutcome
 from gradscale.torch.precision import MixedPrecision
 from gradscale.torch.scaler import GradScaler
+from gradscale.torch.sharded import ShardedGradScaler
 
-__all__ = ["Culprit", "Event", "GradScaler", "MixedPrecision", "StepOutcome"]
+__all__ = [
+    "Culprit",
+    "Event",
+    "GradScaler",
+    "MixedPrecision",
+    "ShardedGradScaler",
+    "StepOutcome",
+]

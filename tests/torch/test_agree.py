@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradscale as gs
 from gradscale.errors import SettingError, StateError
-from gradscale.torch import GradScaler
+from gradscale.torch import GradScaler, ShardedGradScaler
 from gradscale.torch.agree import Agreement, Shards
 from gradscale.torch.optim import AdamW
 
@@ -84,6 +84,7 @@ class Setup(NamedTuple):
     """Whether all ranks see the whole batch."""
     named: Any = None
     make: Callable[..., optim.Optimizer] | None = None
+    scaler: Callable[..., GradScaler] | None = None
 
 
 def ddp(mesh: Any) -> Setup:
@@ -131,11 +132,19 @@ def zero(mesh: Any) -> Setup:
     return Setup(wrapped, list(model.parameters()), named=wrapped, make=make)
 
 
+def by_torchs_name(mesh: Any) -> Setup:
+    """As it was written for torch's class."""
+    return fsdp1(mesh)._replace(named=None, scaler=ShardedGradScaler)
+
+
 def given(mesh: Any) -> Setup:
     return ddp(mesh)._replace(named=None, groups=dist.group.WORLD)
 
 
-SETUPS = {each.__name__: each for each in (ddp, fsdp2, fsdp1, tensor_parallel, zero, given)}
+SETUPS = {
+    each.__name__: each
+    for each in (ddp, fsdp2, fsdp1, by_torchs_name, tensor_parallel, zero, given)
+}
 
 
 def full(value: Any) -> Tensor:
@@ -161,7 +170,11 @@ def train(
     """Which steps were applied, the scales after them, and the norms."""
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = (setup.make or make)(setup.params)
-    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=3, groups=setup.groups)
+    settings = {"init_scale": 2.0**8, "growth_interval": 3}
+    if setup.scaler is None:
+        scaler = GradScaler("cpu", **settings, groups=setup.groups)  # type: ignore[arg-type]
+    else:
+        scaler = setup.scaler("cpu", **settings)
     if setup.named is not None:
         scaler.name(setup.named)
     applied, scales, norms = [], [], []
@@ -237,7 +250,7 @@ def check_matrix() -> None:
                     error = 32 * torch.finfo(torch.float32).eps * CLIP
                     bound = 6 * HOW["lr"] * 2 * error / HOW["eps"]
                     state = {n: full(p) for n, p in parts.call.named_parameters()}
-                    if name == "fsdp1":
+                    if setup in (fsdp1, by_torchs_name):
                         with FullyShardedDataParallel.summon_full_params(parts.call):
                             state = {
                                 n: p.detach().clone() for n, p in parts.call.named_parameters()
