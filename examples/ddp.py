@@ -12,6 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,6 +55,7 @@ def main() -> None:
         raise SystemExit("Step 10 should have been skipped, and no other.")
     if rank == 0:
         print(f"{len(everyone)} ranks, step 10 skipped by all of them, loss {loss.item():.3f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -59,6 +60,7 @@ def main() -> None:
         raise SystemExit("Step 10 should have been skipped, and no other.")
     if rank == 0:
         print(f"{world} ranks, step 10 skipped by all of them, loss {loss.item():.3f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -58,4 +58,5 @@ def one_rank() -> Iterator[Any]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.distributed_c10d._get_default_group()
+    dist.barrier()  # else gloo's thread may want the GIL while it is joined
     dist.destroy_process_group()

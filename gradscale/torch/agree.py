@@ -25,12 +25,6 @@ from gradscale.errors import CallOrderError, SettingError, StateError, caller_le
 from gradscale.torch.outcome import Sent
 from gradscale.torch.unscale import move, read_all, values_of
 
-if dist.is_available():
-    # torch imports it with the first optimizer, and its default arguments then hold the group of
-    # all ranks for ever, so that gloo ends one process in ten with an abort (torch 2.13). Imported
-    # before there is a group, they hold None, which means the same.
-    import torch.distributed.nn.functional
-
 AUTO = "auto"
 EVERY = 64
 """Steps from one mark to the next."""
@@ -84,7 +78,7 @@ class Agreement:
         self._auto = isinstance(groups, str)
         if self._auto and groups != AUTO:
             raise SettingError(f'groups must be "auto", None or process groups, got {groups!r}.')
-        # Weakly: torch ends a process with an abort if a group of gloo's outlives its destruction.
+        # Weakly: a group of gloo's that outlives its destruction can abort the process at its end.
         given = [] if groups is None or self._auto else list(_members(groups))
         self._given = [(weakref.ref(group), shards) for group, shards in given]
         self._silent = groups is None

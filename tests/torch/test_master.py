@@ -7,13 +7,11 @@ import dataclasses
 import inspect
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -341,13 +339,6 @@ def test_a_gradient_of_what_is_not_cast_does_not_matter() -> None:
     model[0].weight.grad = torch.zeros_like(model[0].weight)
     lift(model)
     assert model[1].weight.dtype is torch.float32
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_sharded_weights_are_refused(one_rank: None) -> None:
