@@ -30,6 +30,20 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "loaded masters are rounded to their weights",
+        "torch/optim/masters.py",
+        "optimizer.state[param][name] = _copied(value, param.device)",
+        "pass",
+        "tests/torch/test_masters.py",
+    ),
+    Fault(
+        "calibration leaves the statistics of batch norms behind",
+        "torch/calibrating.py",
+        "moment = Moment([] if model is None else [model])",
+        "moment = Moment([])",
+        "tests/torch/test_calibrating.py",
+    ),
+    Fault(
         "a weight is cast that float16 does not have",
         "torch/master/casting.py",
         "if formats[name] is torch.float16 and bool(_overflows(param)):",
@@ -97,13 +111,6 @@ FAULTS = [
         "torch/precision/mixed.py",
         "            self.retries += 1\n            moment.restore()",
         "            self.retries += 1",
-        "tests/torch/test_precision_runs.py",
-    ),
-    Fault(
-        "a NaN loss is tried again",
-        "torch/precision/mixed.py",
-        "if not outcome.loss_finite or outcome.finite:",
-        "if outcome.finite:",
         "tests/torch/test_precision_runs.py",
     ),
     Fault(
@@ -493,13 +500,6 @@ FAULTS = [
         "tests/torch/test_masters.py",
     ),
     Fault(
-        "loaded masters are rounded to their weights",
-        "torch/optim/onepass.py",
-        "self.state[param][name] = value.to(param.device, copy=True)",
-        "pass",
-        "tests/torch/test_masters.py",
-    ),
-    Fault(
         "what others write to a weight is lost",
         "torch/optim/onepass.py",
         "                    self._follow_edits(plan)\n",
@@ -602,13 +602,6 @@ FAULTS = [
         "torch/calibrating.py",
         "param.grad = grad\n",
         "param.grad = param.grad if grad is None else grad.clone()\n",
-        "tests/torch/test_calibrating.py",
-    ),
-    Fault(
-        "calibration leaves the statistics of batch norms behind",
-        "torch/calibrating.py",
-        "buffer.copy_(kept)",
-        "pass",
         "tests/torch/test_calibrating.py",
     ),
     Fault(
