@@ -12,6 +12,7 @@ step must not hang.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -20,18 +21,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from gradscale.errors import CallOrderError, SettingError, StateError, caller_level
-from gradscale.torch.outcome import Sent
+from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.torch.unscale import move, read_all, values_of
 
 AUTO = "auto"
-EVERY = 64
-"""Steps from one mark to the next."""
-
-
-Group = tuple[Any, bool]
-"""A process group, and whether plain tensors in it are shards."""
+LARGE = 256
+"""Ranks from which on a group gathers in two rounds, along the rows and columns of a square."""
+ALONE = 1
+"""Ranks of a group in which there is nobody to agree with."""
 
 
 class Shards(NamedTuple):
@@ -39,9 +38,28 @@ class Shards(NamedTuple):
 
     Such as the stages of a pipeline, or experts. Without it, the plain gradients of a group are
     taken for copies of one another, as in data parallelism, which count once in the norm.
+
+        GradScaler(groups=[dp, Shards(tp, of=[model.up.weight, model.down.weight])])
     """
 
     group: Any
+    """A process group, or a DeviceMesh."""
+    of: Iterable[Tensor] | None = None
+    """The parameters that are different ones; all others are copies. Without it all of them."""
+
+
+class Group(NamedTuple):
+    """A process group, and which plain tensors differ from rank to rank in it."""
+
+    process: Any
+    shards: bool = False
+    """Whether some do."""
+    of: Any = None
+    """Those that do, as the keys of a dictionary; None for all."""
+
+    def parts(self, param: Tensor) -> bool:
+        """Whether every rank has another `param`."""
+        return self.shards and (self.of is None or param in self.of)
 
 
 class Report(NamedTuple):
@@ -80,9 +98,8 @@ class Agreement:
             raise SettingError(f'groups must be "auto", None or process groups, got {groups!r}.')
         # Weakly: a group of gloo's that outlives its destruction can abort the process at its end.
         given = [] if groups is None or self._auto else list(_members(groups))
-        self._given = [(weakref.ref(group), shards) for group, shards in given]
+        self._known = [_loose(group) for group in given]
         self._silent = groups is None
-        self._named: list[tuple[weakref.ref[Any], bool]] = []
         self._warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,28 +117,28 @@ class Agreement:
         if not self._auto or not _several():
             return
         for each in module.modules():
-            for group, shards in _groups_of(each):
-                if all(known() is not group for known, _ in self._named):
-                    self._named.append((weakref.ref(group), shards))
+            for group in _groups_of(each):
+                if all(known.process() is not group.process for known in self._known):
+                    self._known.append(_loose(group))
 
     def among(self, params: Iterable[Tensor]) -> list[Group]:
-        """The groups in which `params` must be agreed on, and whether plain tensors are shards.
+        """The groups in which `params` must be agreed on.
 
         The same on every rank, also where there are no gradients.
         """
         if not _several() or self._silent:
             return []
-        found = [(ref(), shards) for ref, shards in (*self._given, *self._named)]
-        if any(group is None for group, _ in found):
+        found = [known._replace(process=known.process()) for known in self._known]
+        if any(group.process is None for group in found):
             raise CallOrderError(
                 "A process group of the scaler has been destroyed. Make the scaler anew, or step "
                 "it before destroy_process_group()."
             )
         if self._auto:
             for mesh in {_mesh_of(param): None for param in params} if params else ():
-                for group in () if mesh is None else mesh.get_all_groups():
-                    if all(known is not group for known, _ in found):
-                        found.append((group, False))
+                for process in () if mesh is None else mesh.get_all_groups():
+                    if all(known.process is not process for known in found):
+                        found.append(Group(process))
             if not found and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -131,7 +148,7 @@ class Agreement:
                     "stages and plain shards, or None if every rank is on its own.",
                     stacklevel=caller_level(),
                 )
-        return [(group, shards) for group, shards in found if dist.get_world_size(group) > 1]
+        return [group for group in found if dist.get_world_size(group.process) > ALONE]
 
     def is_unknown(self) -> bool:
         """Whether there are several ranks, and nobody has said that they are on their own."""
@@ -158,45 +175,38 @@ def _counts(param: Tensor, groups: Sequence[Group]) -> bool:
     grad: Any = param.grad
     mesh = _mesh_of(grad)
     own = [] if mesh is None else mesh.get_all_groups()
-    for group, shards in groups:
-        dim = next((place for place, known in enumerate(own) if known is group), None)
-        if dim is not None:
-            alone = grad.placements[dim].is_shard()
-        else:
-            alone = shards and mesh is None
-        if not alone and dist.get_rank(group) > 0:
+    for group in groups:
+        dim = next((place for place, known in enumerate(own) if known is group.process), None)
+        alone = group.parts(param) if dim is None else not grad.placements[dim].is_replicate()
+        if not alone and dist.get_rank(group.process) > 0:
             return False
     return True
 
 
-def settle(reports: Sequence[Report], groups: Sequence[Group]) -> tuple[list[Report], list[Tensor]]:
+Marks = list[tuple[Any, Tensor]]
+"""Process groups, and the mark of each of their ranks."""
+
+
+def settle(reports: Sequence[Report], groups: Sequence[Group]) -> tuple[list[Report], Marks]:
     """What all ranks found together, of each loss; and the marks of the ranks of every group.
 
-    One collective for each group.
+    One collective for each group, or two for a large one.
     """
-    marks: list[Tensor] = []
+    marks: Marks = []
     together = list(reports)
-    for group, _ in groups:
-        device = together[0].found.device
+    shape = len(together), len(Report._fields)
+    for process in _rounds(groups):
         words = torch.stack([word for report in together for word in report])
-        here = words.to(_device_for(group, device))
-        size = dist.get_world_size(group)
-        gathered = torch.empty(size * len(here), dtype=here.dtype, device=here.device)
-        _gather(gathered, here, group)
-        rows = move(gathered.view(size, len(together), len(Report._fields)), device)
-        marks.append(rows[:, 0, Report._fields.index("mark")])
+        rows = _gathered(words, process).view(-1, *shape)
+        marks.append((process, rows[:, 0, Report._fields.index("mark")]))
         together = [_together(rows[:, place]) for place in range(len(together))]
     return together, marks
 
 
 def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
     """The largest of each of `values` on all ranks; a NaN is larger than anything."""
-    for group, _ in groups:
-        here = values.to(_device_for(group, values.device))
-        size = dist.get_world_size(group)
-        gathered = torch.empty(size * len(here), dtype=here.dtype, device=here.device)
-        _gather(gathered, here, group)
-        values = move(gathered.view(size, -1).amax(0), values.device)
+    for process in _rounds(groups):
+        values = _gathered(values, process).amax(0)
     return values
 
 
@@ -216,18 +226,63 @@ def _together(rows: Tensor) -> Report:
         present.amax(),
         torch.where(torch.isnan(amax).any(), torch.inf, amax.amax()),
         length,
-        mark[0],
+        # Ranks that gather with one of these later must hear of a difference, too.
+        torch.where((mark == mark[0]).all(), mark[0], -1.0),
         rank.amin(),
     )
 
 
-def _gather(into: Tensor, words: Tensor, group: Any) -> None:
-    """Gathers the `words` of all ranks, which torch calls by another name from 2.13 on."""
+def _gathered(words: Tensor, process: Any) -> Tensor:
+    """The `words` of all ranks, a row for each; where they were."""
+    here = words.to(device_for(process, words.device))
+    size = dist.get_world_size(process)
+    rows = torch.empty(size * len(here), dtype=here.dtype, device=here.device)
+    # torch calls it by another name from 2.13 on.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(into, words, group=group)
+    gather(rows, here, group=process)
+    return move(rows.view(size, len(here)), words.device)
 
 
-def _device_for(group: Any, device: torch.device) -> torch.device:
+_squares: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""The rows and columns of large process groups, held weakly as well."""
+
+
+def _rounds(groups: Iterable[Group]) -> Iterable[Any]:
+    """The process groups that gather, one after the other."""
+    for group in groups:
+        size = dist.get_world_size(group.process)
+        side = _side(size)
+        if size <= LARGE or side == 1:
+            yield group.process
+            continue
+        known = [ref() for ref in _squares.get(group.process, ())]
+        if not known or None in known:
+            known = _split(group.process, side)
+            _squares[group.process] = [weakref.ref(each) for each in known]
+        yield from known
+
+
+def _side(size: int) -> int:
+    """The largest divisor of `size` that is at most its root."""
+    return next(side for side in range(math.isqrt(size), 0, -1) if size % side == 0)
+
+
+def _split(process: Any, side: int) -> list[Any]:
+    """The row and the column of this rank, with its group laid out in rows of `side` ranks.
+
+    Ranks of other groups need not be there: they may have no scaler.
+    """
+    ranks = dist.get_process_group_ranks(process)
+    here = dist.get_rank(process)
+    row, column = ranks[here - here % side :][:side], ranks[here % side :: side]
+    backend = dist.get_backend(process)
+    return [
+        dist.new_group(each, backend=backend, use_local_synchronization=True)
+        for each in (row, column)
+    ]
+
+
+def device_for(group: Any, device: torch.device) -> torch.device:
     """Where `group` can gather: `device`, unless its backend knows GPUs alone."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -236,17 +291,23 @@ def _device_for(group: Any, device: torch.device) -> torch.device:
 
 def _several() -> bool:
     """Whether there are several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > ALONE
+
+
+def _loose(group: Group) -> Group:
+    """`group` with its process group held weakly."""
+    return group._replace(process=weakref.ref(group.process))
 
 
 def _members(groups: Any) -> Iterable[Group]:
-    """The process groups that were given, and whether plain tensors are shards in them."""
+    """The process groups that were given, and which plain tensors differ in them."""
     if isinstance(groups, Shards):
-        yield from ((group, True) for group, _ in _members(groups.group))
+        of = None if groups.of is None else _by_identity(groups.of)
+        yield from (Group(group.process, True, of) for group in _members(groups.group))
     elif isinstance(groups, dist.ProcessGroup):
-        yield groups, False
+        yield Group(groups)
     elif hasattr(groups, "get_all_groups"):
-        yield from ((group, False) for group in groups.get_all_groups())
+        yield from map(Group, groups.get_all_groups())
     elif isinstance(groups, list | tuple):
         for each in groups:
             yield from _members(each)
@@ -257,86 +318,28 @@ def _members(groups: Any) -> Iterable[Group]:
         )
 
 
+def _by_identity(params: Iterable[Tensor]) -> Any:
+    """A dictionary with `params` for keys, which does not keep them alive."""
+    found = WeakIdKeyDictionary()
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise SettingError(f"Shards(of=...) takes parameters, got {type(param).__name__}.")
+        found[param] = True
+    return found
+
+
 def _groups_of(module: nn.Module) -> Iterable[Group]:
     """The process groups that a wrapper knows, and whether its plain tensors are shards."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        yield module.process_group, False
+        yield Group(module.process_group)
     strategy = getattr(module, "sharding_strategy", None)
     if strategy is not None and hasattr(module, "process_group"):  # FSDP1
-        yield module.process_group, "NO_SHARD" not in str(strategy)
+        yield Group(module.process_group, "NO_SHARD" not in str(strategy))
+        copies = getattr(module, "_inter_node_pg", None)  # of whom hybrid strategies have some
+        if copies is not None and "HYBRID" in str(strategy):
+            yield Group(copies)
 
 
 def _mesh_of(tensor: Any) -> Any:
     """The mesh of a DTensor; None of a plain tensor."""
     return getattr(tensor, "device_mesh", None)
-
-
-class Drift:
-    """Whether ranks that should agree have the same scale, looked at every now and then.
-
-    A mark travels with the words of every 64th step, and is looked at with the next one, so that
-    nobody waits for the device.
-    """
-
-    def __init__(self, on_drift: str = "raise") -> None:
-        if on_drift not in ("raise", "repair"):
-            raise SettingError(f'on_drift must be "raise" or "repair", got {on_drift!r}.')
-        self._repairs = on_drift == "repair"
-        self._count = 0
-        self._sent: list[tuple[weakref.ref[Any], Sent]] = []
-        self._due: list[tuple[weakref.ref[Any], Sent]] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ("repair" if self._repairs else "raise",)
-
-    def mark(self, state: Sequence[Tensor]) -> Tensor:
-        """A checksum of `state`, in a step in which marks travel; else 0."""
-        self._count += 1
-        first: Tensor = state[0]
-        if self._count % EVERY != 1:
-            return torch.zeros_like(first)
-        whole = [value.view(torch.int32) if value.is_floating_point() else value for value in state]
-        total = torch.zeros_like(first, dtype=torch.int64)
-        for place, value in enumerate(whole):
-            total = total * 31 + value.to(torch.int64) + place
-        return (total % 2**24).to(torch.float32)
-
-    def take(self, marks: Sequence[Tensor], groups: Sequence[Group]) -> None:
-        """Has the `marks` of all ranks come to the host, by the time that others are sent."""
-        if self._count % EVERY != 1:
-            return
-        self._due, self._sent = (
-            self._sent,
-            [
-                (weakref.ref(group), Sent.away(each.clone()))
-                for (group, _), each in zip(groups, marks, strict=True)
-            ],
-        )
-
-    def check(self, state: Sequence[Tensor]) -> None:
-        """Raises, or repairs `state`, if the marks that have come differ: on all ranks alike."""
-        due, self._due = self._due, []
-        for ref, sent in due:
-            group = ref()
-            if group is None:
-                continue
-            marks = sent.read().tolist()
-            odd = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
-            if not odd:
-                continue
-            ranks = [dist.get_global_rank(group, rank) for rank in odd]
-            first = dist.get_global_rank(group, 0)
-            if not self._repairs:
-                raise StateError(
-                    f"The scale of the ranks {ranks} differs from that of rank {first}. Load the "
-                    'same state and give the same settings everywhere, or pass on_drift="repair".'
-                )
-            warnings.warn(
-                f"The scale of the ranks {ranks} differed from that of rank {first}, and is the "
-                "same now.",
-                stacklevel=caller_level(),
-            )
-            for value in state:
-                here = value.to(_device_for(group, value.device))
-                dist.broadcast(here, first, group=group)
-                value.copy_(here)

@@ -20,7 +20,8 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import compiled
-from gradscale.torch.agree import Agreement, Drift, Group, Report, part_of_norm, settle
+from gradscale.torch.agree import Agreement, Group, Report, part_of_norm, settle
+from gradscale.torch.drift import Drift
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import weigh_up
 from gradscale.torch.outcome import Blame, Names, culprits
@@ -72,6 +73,11 @@ class Checking(Scaling):
         """The window whose gradients `optimizer` may use now; a CallOrderError if there is none."""
         if not hasattr(optimizer, "param_groups"):
             raise SettingError(f"{call}() takes an optimizer, got {type(optimizer).__name__}.")
+        key = id(optimizer)
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        self._groups[key] = groups = self._agreement.among(everything)
+        if groups and self._state is None:  # others have the loss: later stages, or who has data
+            self._lazy_init_scale_growth_tracker(everything[0].device)
         self._live(f"{call}()")
         stage = self._stage(optimizer)
         if stage is OptState.STEPPED:
@@ -84,9 +90,6 @@ class Checking(Scaling):
                 f"{call}() was called twice for the same optimizer: the gradients are unscaled "
                 "already. Call step() and update() before the next one."
             )
-        key = id(optimizer)
-        everything = [p for group in optimizer.param_groups for p in group["params"]]
-        self._groups[key] = groups = self._agreement.among(everything)
         window = self._pending()
         if capturing() and (window is None or not window.captured):
             window = self._made = self._renew()
@@ -99,6 +102,7 @@ class Checking(Scaling):
             had = window is not None and window.used_by(optimizer)
             nothing_new = window is not None and len(window.had(params)) == len(params)
             idle = bool(groups) and not params  # others may have gradients
+            staged = any(group.shards for group in groups)  # another stage may have the loss
             if nothing_new and (params or had) and not idle:
                 raise CallOrderError(
                     f"{call}() was called, but there are no new gradients since the last step. "
@@ -107,7 +111,7 @@ class Checking(Scaling):
             if window is None or (had and not window.begun_since(optimizer)):
                 window = self._made = self._renew()  # scaled by hand, with get_scale(), or zeros
                 amax = read(values_of(params), window.inv_scale).amax
-                window.blank = None if amax is None or idle else amax == 0
+                window.blank = None if amax is None or idle or staged else amax == 0
         seen = self._seen
         if key not in seen or seen[key]() is not optimizer:
             seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
@@ -123,7 +127,7 @@ class Checking(Scaling):
         found: list[Group] = []
         for optimizer in optimizers:
             for group in self._groups[id(optimizer)]:
-                if all(group[0] is not known for known, _ in found):
+                if all(group.process is not known.process for known in found):
                     found.append(group)
         return found
 
@@ -167,7 +171,7 @@ class Checking(Scaling):
             for o in losses
         ]
         (told, *others), marks = settle([mine, *own], groups)
-        self._drift.take(marks, groups)
+        self._drift.take(marks)
         for loss, report in zip(losses, others, strict=True):
             loss.finite, loss.loss_finite = report.found == 0, report.bad_loss == 0
             loss.amax = report.amax

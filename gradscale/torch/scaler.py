@@ -20,8 +20,9 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format, format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch import compiled
-from gradscale.torch.agree import AUTO, Agreement, Drift
+from gradscale.torch.agree import AUTO, Agreement
 from gradscale.torch.calibrating import Calibrating
+from gradscale.torch.drift import Drift
 from gradscale.torch.events import Event, Events, Move, Record
 from gradscale.torch.follow import Followers
 from gradscale.torch.keeper import STEPS

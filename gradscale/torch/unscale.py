@@ -104,14 +104,15 @@ def values_of(params: Iterable[Tensor]) -> Values:
 
 
 def _local_part(param: Tensor) -> Tensor:
-    """This rank's part of a gradient that is a DTensor, in the same memory."""
-    grad: Any = param.grad
-    if any(placement.is_partial() for placement in grad.placements):
-        from torch.distributed.tensor import Replicate  # takes long to import
+    """This rank's part of a gradient that is a DTensor, in the same memory.
 
-        # Nobody has the gradient yet, only summands of it.
-        whole = [Replicate() if each.is_partial() else each for each in grad.placements]
-        grad = param.grad = grad.redistribute(placements=whole)
+    One that is shared out other than its parameter, such as summands that nobody has added up yet,
+    is replaced first by one that is not.
+    """
+    grad: Any = param.grad
+    wanted: Any = getattr(param, "placements", grad.placements)
+    if grad.placements != wanted:
+        grad = param.grad = grad.redistribute(placements=wanted)
     part: Any = grad._local_tensor
     return part.wait() if hasattr(part, "wait") else part
 

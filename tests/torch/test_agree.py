@@ -1,174 +1,41 @@
-"""All ranks decide alike, with real processes.
-
-As a script, `python test_agree.py RANK WORLD STORE CHECK` is one rank of several that run one of
-the checks below.
-"""
+"""All ranks decide alike, with real processes, in every way to share a model."""
 
 from __future__ import annotations
 
-import copy
 import math
-import os
-import pickle
-import subprocess
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn, optim
 
-import gradscale as gs
-from gradscale.errors import SettingError, StateError
-from gradscale.torch import GradScaler, ShardedGradScaler
-from gradscale.torch.agree import Agreement, Shards
-from gradscale.torch.optim import AdamW
+import ranks
+from gradscale.torch import GradScaler
+from ranks import HOW, OPTIMIZERS, Setup, batch, everyone, loss_of, net, run_ranks, spoil
 
-WIDTH, BATCH, CLIP = 8, 8, 0.3
-# With so large an eps small errors of gradients stay small errors of weights.
-HOW = {"lr": 0.1, "eps": 0.1}
-OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
-    "fused": lambda params: optim.AdamW(params, fused=True, **HOW),
-    "foreach": lambda params: optim.AdamW(params, foreach=True, **HOW),
-    "ours": lambda params: AdamW(params, **HOW),
-}
+CLIP = 0.3
 FAULTS = ("none", "inf", "nan", "no gradient")
-
-
-class Net(nn.Module):
-    """Two layers and a norm."""
-
-    def __init__(self, norm: bool = True) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
-        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.narrow(torch.tanh(self.wide(x))))
-
-
-def net(norm: bool = True) -> Net:
-    torch.manual_seed(0)
-    return Net(norm)
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return (model(x) - x.flip(1)).square().mean()
-
-
-class Setup(NamedTuple):
-    """A model on several ranks."""
-
-    call: Any
-    """What is called, on `data`."""
-    params: list[nn.Parameter]
-    groups: Any = "auto"
-    shares_data: bool = False
-    """Whether all ranks see the whole batch."""
-    named: Any = None
-    make: Callable[..., optim.Optimizer] | None = None
-    scaler: Callable[..., GradScaler] | None = None
-
-
-def ddp(mesh: Any) -> Setup:
-    model = net()
-    wrapped = DistributedDataParallel(model)
-    return Setup(wrapped, list(model.parameters()), named=wrapped)
-
-
-def fsdp2(mesh: Any) -> Setup:
-    model = net()
-    fully_shard(model.wide, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return Setup(model, list(model.parameters()))
-
-
-def fsdp1(mesh: Any) -> Setup:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is deprecated, and says so
-        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
-    return Setup(model, list(model.parameters()), named=model)
-
-
-def tensor_parallel(mesh: Any) -> Setup:
-    """Layers in parts, with a bias that every rank has.
-
-    Without the norm: torch's fused optimizers do not take plain tensors beside DTensors.
-    """
-    model = net(norm=False)
-    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
-    parallelize_module(model, mesh, plan)
-    return Setup(model, list(model.parameters()), shares_data=True)
-
-
-def zero(mesh: Any) -> Setup:
-    model = net()
-    wrapped = DistributedDataParallel(model)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch uses what it has deprecated
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def make(params: Any) -> optim.Optimizer:
-        return ZeroRedundancyOptimizer(params, optimizer_class=optim.AdamW, **HOW)
-
-    return Setup(wrapped, list(model.parameters()), named=wrapped, make=make)
-
-
-def by_torchs_name(mesh: Any) -> Setup:
-    """As it was written for torch's class."""
-    return fsdp1(mesh)._replace(named=None, scaler=ShardedGradScaler)
-
-
-def given(mesh: Any) -> Setup:
-    return ddp(mesh)._replace(named=None, groups=dist.group.WORLD)
-
-
-SETUPS = {
-    each.__name__: each
-    for each in (ddp, fsdp2, fsdp1, by_torchs_name, tensor_parallel, zero, given)
-}
-
-
-def full(value: Any) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def spoil(params: list[nn.Parameter], fault: str) -> None:
-    """Plants a fault in this rank's gradients, after they were reduced."""
-    grads = [p.grad for p in params if p.grad is not None and p.grad.numel()]
-    first: Any = next(
-        part for grad in grads if (part := getattr(grad, "_local_tensor", grad)).numel()
-    )
-    if fault == "no gradient":
-        for param in params:
-            param.grad = None
-    elif fault != "none":
-        first.view(-1)[0] = math.inf if fault == "inf" else math.nan
+WAYS = ("apply", "step", "clip")
+ON_TWO = (
+    ranks.ddp,
+    ranks.fsdp2,
+    ranks.fsdp1,
+    ranks.by_torchs_name,
+    ranks.tensor_parallel,
+    ranks.mixed_placements,
+    ranks.pipeline,
+    ranks.zero,
+    ranks.given,
+)
+ON_FOUR = (ranks.hsdp, ranks.hybrid, ranks.grid)
 
 
 def train(
     setup: Setup, make: Callable[..., optim.Optimizer], fault: str, who: int, way: str
 ) -> tuple[list[bool], list[float], list[float]]:
     """Which steps were applied, the scales after them, and the norms."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = (setup.make or make)(setup.params)
     settings = {"init_scale": 2.0**8, "growth_interval": 3}
     if setup.scaler is None:
@@ -179,10 +46,8 @@ def train(
         scaler.name(setup.named)
     applied, scales, norms = [], [], []
     for step in range(6):
-        x = batch(step)
-        mine = x if setup.shares_data else x.chunk(world)[rank]
-        scaler.scale(loss_of(setup.call, mine)).backward()
-        if step == 3 and rank == who:
+        setup.backward(scaler, batch(step))
+        if step == 3 and torch.distributed.get_rank() == who:
             spoil(setup.params, fault)
         if way == "apply":
             outcome = scaler.apply(optimizer, clip_norm=CLIP)
@@ -219,319 +84,80 @@ def alone(
     return model, norms
 
 
-def everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+def compare(case: str, setup: Setup, results: list[Any], fault: str, way: str, make: Any) -> None:
+    """Raises if ranks differ from one another, or from a process that is alone."""
+    assert all(each[:2] == results[0][:2] for each in results), f"{case}: {results}"
+    applied, _, norms = results[0]
+    bad = {3} if fault in ("inf", "nan") else set()
+    assert applied == [step not in bad for step in range(6)], f"{case}: {applied}"
+    if fault == "no gradient":
+        return  # what the others do then is not what one process does
+    model, expected = alone(make, bad, way, setup.norm)
+    # Sums over a batch of 8 and 16 columns, in another order, differ by at most 32 roundings of
+    # gradients up to CLIP; each step divides them by eps at most.
+    error = 32 * torch.finfo(torch.float32).eps * CLIP
+    bound = 6 * HOW["lr"] * 2 * error / HOW["eps"]
+    others = list(model.parameters()) if setup.own is None else setup.own(model)
+    for param, other in zip(setup.weights(), others, strict=True):
+        assert (param - other).abs().max() <= bound, case
+    for step in set(range(6)) - bad if way != "step" else ():
+        assert math.isclose(norms[step], expected[step], rel_tol=1e-5), (
+            f"{case}: {norms[step]} {expected[step]}"
+        )
+
+
+def check_cells(setups: Any, faults: Any = FAULTS, ways: Any = WAYS) -> None:
+    """Raises if one of the cells of the matrix is not right."""
+    world = torch.distributed.get_world_size()
+    for make_setup in setups:
+        for kind, make in OPTIMIZERS.items():
+            if make_setup is ranks.zero and kind != "foreach":
+                continue
+            for fault in faults:
+                for way in ways:
+                    setup = make_setup()
+                    told = everyone(train(setup, make, fault, world - 1, way))
+                    compare(
+                        f"{make_setup.__name__}, {kind}, {fault}, {way}",
+                        setup,
+                        told,
+                        fault,
+                        way,
+                        make,
+                    )
 
 
 def check_matrix() -> None:
-    """Raises if ranks differ from one another, or from a process that is alone."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    for name, setup in SETUPS.items():
-        for kind, make in OPTIMIZERS.items():
-            if name == "zero" and kind != "foreach":
-                continue
-            for fault in FAULTS:
-                for way in ("apply", "step", "clip"):
-                    case = f"{name}, {kind}, {fault}, {way}"
-                    parts = setup(mesh)
-                    results = everyone(train(parts, make, fault, world - 1, way))
-                    assert all(each[:2] == results[0][:2] for each in results), f"{case}: {results}"
-                    applied, _, norms = results[0]
-                    bad = {3} if fault in ("inf", "nan") else set()
-                    assert applied == [step not in bad for step in range(6)], f"{case}: {applied}"
-                    if fault == "no gradient":
-                        continue  # what the others do then is not what one process does
-                    model, expected = alone(make, bad, way, name != "tensor_parallel")
-                    # Sums over a batch of 8 and 16 columns, in another order, differ by at most 32
-                    # roundings of gradients up to CLIP; each step divides them by eps at most.
-                    error = 32 * torch.finfo(torch.float32).eps * CLIP
-                    bound = 6 * HOW["lr"] * 2 * error / HOW["eps"]
-                    state = {n: full(p) for n, p in parts.call.named_parameters()}
-                    if setup in (fsdp1, by_torchs_name):
-                        with FullyShardedDataParallel.summon_full_params(parts.call):
-                            state = {
-                                n: p.detach().clone() for n, p in parts.call.named_parameters()
-                            }
-                    for param, other in zip(state.values(), model.parameters(), strict=True):
-                        assert (param - other).abs().max() <= bound, case
-                    if way != "step":
-                        fine = [i for i in range(6) if i not in bad]
-                        for i in fine:
-                            assert math.isclose(norms[i], expected[i], rel_tol=1e-5), (
-                                f"{case}: {norms[i]} {expected[i]}"
-                            )
+    check_cells(ON_TWO)
 
 
-def check_stages() -> None:
-    """Raises if stages of a pipeline, which know nothing of one another, do not agree."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
-    model = nn.Linear(4, 4)
-    scaler = GradScaler("cpu", init_scale=2.0**8, groups=Shards(dist.group.WORLD))
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    norms = []
-    for step in range(4):
-        loss = model(torch.ones(2, 4)).square().sum() * (math.nan if step == 3 and rank == 0 else 1)
-        scaler.backward(loss)
-        scale = scaler.get_scale()
-        norms.append(sum(p.grad.div(scale).norm() ** 2 for p in model.parameters()).item())
-        if step == 1 and rank == 1:
-            model.bias.grad.fill_(math.inf)
-        outcome = scaler.apply(optimizer)
-        told = everyone((bool(outcome.applied), scaler.get_scale(), float(outcome.grad_norm)))
-        assert len({each[:2] for each in told}) == 1
-        assert told[0][0] == (step in (0, 2))
-        if step in (0, 2):
-            whole = math.sqrt(sum(everyone(norms[-1])))
-            assert all(math.isclose(each[2], whole, rel_tol=1e-6) for each in told)
-        if step == 1:
-            assert float(outcome.bad_rank) == 1
-            assert scaler.get_scale() == 2.0**7
-        if step == 3:
-            assert not outcome.loss_finite  # of one rank, and so of all
-            assert scaler.get_scale() == 2.0**7
+def check_grid() -> None:
+    check_cells(ON_FOUR, ways=("apply",))
 
 
-def check_together() -> None:
-    """Raises if two optimizers, of which one is of sharded parameters, do not decide together."""
-    rank = dist.get_rank()
-    plain = nn.Linear(WIDTH, WIDTH)
-    shards = nn.Linear(WIDTH, WIDTH)
-    fully_shard(shards, mesh=init_device_mesh("cpu", (2,)))
-    both = [optim.SGD(each.parameters(), lr=0.1) for each in (plain, shards)]
-    scaler = GradScaler("cpu", init_scale=2.0**8)
-    for step in range(3):
-        scaler.backward((plain(batch(0)) + shards(batch(0))).square().mean())
-        if step == 1 and rank == 1:
-            plain.bias.grad.fill_(math.inf)  # of which the shards tell nothing
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nothing tells who shares the plain ones
-            outcome = scaler.apply(both)
-        told = everyone((bool(outcome.applied), scaler.get_scale()))
-        assert told[0] == told[1] == (step != 1, 2.0**8 if step < 1 else 2.0**7)
+def check_faulty() -> None:
+    """Raises if the comparison does not notice a rank that decides for itself."""
+
+    def apart() -> Setup:
+        return ranks.ddp()._replace(named=None, groups=None)
+
+    with pytest.raises(AssertionError, match="apart, fused, inf, apply"):
+        check_cells([apart], ["inf"], ["apply"])
+
+    def skewed() -> Setup:
+        parts = ranks.ddp()
+        with torch.no_grad():
+            parts.params[0][0, 0] += 1e-4  # ten times the bound
+        return parts
+
+    with pytest.raises(AssertionError, match="skewed, fused, none, step"):
+        check_cells([skewed], ["none"], ["step"])
 
 
-def check_uneven() -> None:
-    """Raises if a rank that has no more data, and scales no loss, does not go along."""
-    rank = dist.get_rank()
-    model = net()
-    scaler = GradScaler(
-        "cpu", init_scale=2.0**8, groups=Shards(dist.group.WORLD), growth_interval=2
-    )
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        if rank == 0 or step < 3:
-            scaler.backward(loss_of(model, batch(step)))
-        outcome = scaler.apply(optimizer)
-        assert outcome.applied
-        assert len(set(everyone(scaler.get_scale()))) == 1
-    assert scaler.get_scale() == 2.0**11
-
-
-def check_drift() -> None:
-    """Raises if a scale that differs goes unnoticed."""
-    rank = dist.get_rank()
-    for repair in (False, True):
-        model = net()
-        how = "repair" if repair else "raise"
-        scaler = GradScaler("cpu", groups=dist.group.WORLD, on_drift=how)
-        optimizer = optim.SGD(model.parameters(), lr=0.0)
-
-        def steps(
-            count: int, scaler: Any = scaler, model: Any = model, opt: Any = optimizer
-        ) -> None:
-            for step in range(count):
-                scaler.backward(loss_of(model, batch(step)))
-                scaler.apply(opt)
-
-        steps(70)
-        if rank == 1:
-            scaler.update(2.0**5)
-        if repair:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                steps(130)
-            assert any("ranks [1] differed from that of rank 0" in str(w.message) for w in told)
-            assert len(set(everyone(scaler._scale.item()))) == 1
-        else:
-            with pytest.raises(StateError, match=r"ranks \[1\] differs from that of rank 0"):
-                steps(200)
-
-
-def check_asks() -> None:
-    """Raises if nobody is asked who must agree."""
-    model = net()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
-    scaler.backward(loss_of(model, batch(0)) * (math.nan if dist.get_rank() else 1))
-    with pytest.warns(UserWarning, match=r"There are 2 ranks.*GradScaler\(groups=\.\.\.\)"):
-        scaler.apply(optimizer)
-    # One rank's loss is not known to the others, so it spares the scale of none.
-    assert everyone(scaler.get_scale()) == [2.0**16, 2.0**15]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.backward(loss_of(model, batch(1)))
-        scaler.apply(optimizer)  # once is enough
-        quiet = GradScaler("cpu", groups=None)
-        quiet.backward(loss_of(model, batch(2)))
-        quiet.apply(optimizer)
-
-
-def check_wire() -> None:
-    """Raises if a step takes more than one collective."""
-    from torch.distributed import distributed_c10d
-
-    calls: list[str] = []
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce", "broadcast"):
-        plain = getattr(dist, name, None)
-        if plain is None:
-            continue
-
-        def counted(*args: Any, _name: str = name, _plain: Any = plain, **kwargs: Any) -> Any:
-            calls.append(_name)
-            return _plain(*args, **kwargs)
-
-        setattr(dist, name, counted)
-        assert distributed_c10d is not None
-    parts = fsdp2(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = optim.AdamW(parts.params, fused=True)
-    scaler = GradScaler("cpu")
-    for step in range(3):
-        scaler.backward(loss_of(parts.call, batch(step)))
-        scaler.backward(loss_of(parts.call, batch(step)) * 0.1, loss_id="other")
-        calls.clear()
-        assert scaler.apply(optimizer, clip_norm=1.0).applied
-        assert len(calls) == 1, calls
-
-
-def check_soak() -> None:
-    """Raises if ranks differ in one of 10,000 steps, with faults on any of them at any time."""
-    rank, steps = dist.get_rank(), 10_000
-    model = nn.Linear(4, 2)
-    with torch.no_grad():
-        model.weight.fill_(0.5)
-        model.bias.fill_(0.5)
-    optimizer = optim.SGD(model.parameters(), lr=1e-3)
-    policy = gs.Dynamic(init_scale=2.0**10, growth_interval=20)
-    scaler = GradScaler("cpu", policy=policy, groups=dist.group.WORLD, on_stuck="ignore")
-    dice = torch.Generator().manual_seed(rank)
-    faults = torch.randint(400, (steps,), generator=dice)
-    x = torch.ones(2, 4)
-    seen = torch.zeros(steps, 2)
-    for step in range(steps):
-        fault = int(faults[step])
-        if fault != 3:  # 3: no loss at all
-            scaler.backward(model(x).square().mean() * (math.nan if fault == 2 else 1.0))
-        if fault in (0, 1):
-            model.bias.grad.fill_(math.inf if fault else math.nan)
-        elif fault == 4:
-            model.zero_grad()
-        outcome = scaler.apply(optimizer)
-        seen[step, 0], seen[step, 1] = float(outcome.applied), float(outcome.scale)
-    everywhere = [torch.empty_like(seen) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, seen)
-    assert all(torch.equal(each, everywhere[0]) for each in everywhere)
-    bad = [torch.empty_like(faults) for _ in everywhere]
-    dist.all_gather(bad, faults)
-    spoilt = torch.stack(bad).le(2).any(0)
-    assert torch.equal(seen[:, 0] == 0, spoilt)
-    assert 100 < int(spoilt.sum()) < 1000
-    assert seen[:, 1].unique().numel() > 5  # the scale went up and down
-
-
-def check_calibrate() -> None:
-    """Raises if ranks find different first scales, or one fails alone."""
-    rank = dist.get_rank()
-    model = net()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", policy=gs.Headroom(), groups=dist.group.WORLD)
-    scale = scaler.calibrate(lambda: loss_of(model, batch(0)) * 100.0**rank, optimizer, model)
-    assert len(set(everyone(scale))) == 1
-    with pytest.raises(gs.StuckError, match="found a loss of"):
-        scaler.calibrate(lambda: loss_of(model, batch(0)) * (math.nan if rank else 1), optimizer)
-
-
-def check_closure() -> None:
-    """Raises if a step with a closure is undone on one rank alone."""
-    rank = dist.get_rank()
-    model = net()
-    optimizer = optim.LBFGS(model.parameters(), max_iter=3)
-    scaler = GradScaler("cpu", init_scale=2.0**8, groups=dist.group.WORLD)
-    for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(0))
-            scaler.backward(loss)
-            if step == 1 and rank == 1:
-                model.wide.bias.grad.fill_(math.inf)
-            return loss
-
-        outcome = scaler.apply(optimizer, closure=closure)
-        told = everyone((bool(outcome.applied), scaler.get_scale(), model.wide.bias.tolist()))
-        assert told[0] == told[1]
-        assert told[0][0] == (step != 1)
-
-
-def run_ranks(check: str, world: int, folder: Path, timeout: int = 300) -> None:
-    """Runs a check on several ranks; fails if one of them does."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(rank), str(world), str(folder), check],
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        errors = [rank.communicate(timeout=timeout)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(errors)[-4000:]
-
-
-@pytest.mark.parametrize(
-    "check",
-    ["stages", "together", "uneven", "drift", "asks", "wire", "calibrate", "closure"],
-)
-def test_two_ranks(check: str, tmp_path: Path) -> None:
-    run_ranks(check, 2, tmp_path)
-
-
-def test_every_way_to_share_a_model(tmp_path: Path) -> None:
-    run_ranks("matrix", 2, tmp_path)
-
-
-def test_four_ranks_agree_in_ten_thousand_steps(tmp_path: Path) -> None:
-    run_ranks("soak", 4, tmp_path)
-
-
-def test_one_rank_asks_nobody() -> None:
-    assert Agreement("auto").among([]) == []
-    with pytest.raises(SettingError, match="must be \"auto\", None or process groups, got 'all'"):
-        GradScaler("cpu", groups="all")
-    with pytest.raises(SettingError, match=r"takes process groups, DeviceMeshes.*got int"):
-        GradScaler("cpu", groups=3)
-    with pytest.raises(SettingError, match='on_drift must be "raise" or "repair"'):
-        GradScaler("cpu", on_drift="ignore")
-    for scaler in (GradScaler("cpu"), GradScaler("cpu", groups=None, on_drift="repair")):
-        for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-            assert copied._agreement._silent == scaler._agreement._silent
-            assert copied._drift._repairs == scaler._drift._repairs
+@pytest.mark.parametrize(("check", "world"), [("matrix", 2), ("grid", 4), ("faulty", 2)], ids=str)
+def test_every_way_to_share_a_model(check: str, world: int, tmp_path: Path) -> None:
+    run_ranks(__file__, check, world, tmp_path, timeout=400)
 
 
 if __name__ == "__main__":
-    _, this, size, store, what = sys.argv
-    where = f"file://{store}/{what}"
-    dist.init_process_group("gloo", init_method=where, rank=int(this), world_size=int(size))
-    torch.set_num_threads(1)
-    globals()[f"check_{what}"]()
-    dist.barrier()
-    os._exit(0)
+    ranks.main(globals())
