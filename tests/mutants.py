@@ -53,8 +53,8 @@ FAULTS = [
     Fault(
         "a kept module runs under autocast",
         "torch/master/casting.py",
-        "_put_inside(module, Inside(module, torch.float32, None))",
-        "_put_inside(module, Inside(module, torch.float32, torch.bfloat16))",
+        "put_around(module, Inside(module, torch.float32, None))",
+        "put_around(module, Inside(module, torch.float32, torch.bfloat16))",
         "tests/torch/test_master.py",
     ),
     Fault(

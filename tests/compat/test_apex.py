@@ -7,6 +7,7 @@ import inspect
 import pickle
 import types
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -288,6 +289,26 @@ def test_cast_goes_through_containers() -> None:
     assert isinstance(cast["c"], OrderedDict)
     assert cast["c"]["x"].dtype is HALF
     assert tensor.dtype is FLOAT
+
+
+def test_cast_copies_nothing_that_it_does_not_change() -> None:
+    value = {"a": [torch.ones(2, dtype=HALF), nn.Linear(1, 1)], "b": ({}, Pair(1, "text"))}
+    assert cast_all(value, HALF) is value
+
+
+def test_dataclass_is_promoted_with_the_rest() -> None:
+    @dataclass
+    class Record:
+        tensor: Tensor
+
+    def told(record: Record, other: Tensor) -> list[torch.dtype]:
+        return [record.tensor.dtype, other.dtype]
+
+    initialized("O1")
+    record = Record(torch.ones(1, dtype=torch.float64))
+    assert amp.promote_function(told)(record, torch.ones(1)) == [torch.float64] * 2
+    assert amp.half_function(told)(record, torch.ones(1)) == [HALF, HALF]
+    assert record.tensor.dtype is torch.float64
 
 
 def test_batch_of_ones_own_class_is_cast() -> None:

@@ -7,9 +7,8 @@ attribute of a module is replaced only where `register_*_function` asks for it, 
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from gradscale.compat.apex.session import SESSION, no_autocast
 from gradscale.errors import SettingError
+from gradscale.torch.master.casting import mapped
 
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What is cast: narrower formats were chosen on purpose, or are no floating-point numbers."""
@@ -55,7 +55,7 @@ def promote_function(fn: Function) -> Function:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        dtypes = set(_formats((args, kwargs))) if SESSION.casting else set()
+        dtypes = _formats((args, kwargs)) if SESSION.casting else set()
         if len(dtypes) < 2:
             return fn(*args, **kwargs)
         widest = functools.reduce(torch.promote_types, dtypes)
@@ -67,41 +67,35 @@ def promote_function(fn: Function) -> Function:
 def cast_all(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating-point tensor in it cast to `dtype`.
 
-    Goes through lists, tuples and dicts. An object with a method `to()` is given the format, as
-    Apex asks of batches of a class of one's own.
+    Goes through lists, tuples, dicts and dataclasses. An object with a method `to()` is given the
+    format, as Apex asks of batches of a class of one's own.
     """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in CAST else value
-    if isinstance(value, nn.Module):
+    return mapped(value, functools.partial(_cast, dtype=dtype), deep=True, whole=_has_to)
+
+
+def _has_to(value: Any) -> bool:
+    """Whether `value` is a tensor, a module, or of a class of the user's own that is cast."""
+    # Those of torch by their classes: Dynamo cannot tell whether a method of theirs is callable.
+    return isinstance(value, Tensor | nn.Module) or callable(getattr(value, "to", None))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value`, which has a method `to()`, in `dtype`; itself if that is not for us to cast."""
+    if isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.dtype not in CAST):
         return value
-    if callable(getattr(value, "to", None)):
-        return value.to(dtype)
-    if isinstance(value, dict):
-        changed = {key: cast_all(item, dtype) for key, item in value.items()}
-        return changed if type(value) is dict else _same_kind(value, changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_all(item, dtype) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(cast_all(item, dtype) for item in value)
-    return value
+    return value.to(dtype)
 
 
-def _same_kind(value: dict[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A copy of `value`, a dict of another kind (an OrderedDict, a model's output)."""
-    same = copy.copy(value)
-    same.update(changed)
-    return same
-
-
-def _formats(value: Any) -> Iterator[torch.dtype]:
+def _formats(value: Any) -> set[torch.dtype]:
     """The formats of the tensors in `value` that would be cast."""
-    if isinstance(value, Tensor):
-        yield from (dtype for dtype in CAST if value.dtype is dtype)
-    elif isinstance(value, dict):
-        yield from _formats(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _formats(item)
+    found: set[torch.dtype] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        found.add(tensor.dtype)
+        return tensor
+
+    mapped(value, note, deep=True)
+    return found.intersection(CAST)
 
 
 class Registry:

@@ -11,7 +11,7 @@ it, DDP and direct calls of `forward` meet it, and copies and pickles of the mod
 
 from __future__ import annotations
 
-import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,56 +23,21 @@ from gradscale.compat.apex.options import HALVES, Options
 from gradscale.compat.apex.session import SESSION
 from gradscale.errors import SettingError
 from gradscale.torch.master import Inside, cast
-from gradscale.torch.master.casting import device_of
+from gradscale.torch.master.casting import Around, device_of, put_around
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-class Forward:
-    """The forward of `module`, as `amp` has it run.
+class Forward(Around):
+    """The `forward` of a module, as `amp` has it run; without `autocast` it stays as it is."""
 
-    Args:
-        module: Whose forward it is.
-        inputs: What inputs are cast to; None: they stay as they are.
-        autocast: What autocast casts to inside; None: it stays as it is.
-        outputs: What outputs are cast to; None: they stay as they are.
-    """
+    def _cast(self, value: Any, dtype: torch.dtype, deep: bool = False) -> Any:
+        return cast_all(value, dtype)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: torch.dtype | None = None,
-        autocast: torch.dtype | None = None,
-        outputs: torch.dtype | None = None,
-    ) -> None:
-        self.module = module
-        self.inner = vars(module).get("forward")
-        self.inputs, self.autocast, self.outputs = inputs, autocast, outputs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
-        if self.inputs is not None:
-            args, kwargs = cast_all(args, self.inputs), cast_all(kwargs, self.inputs)
+    def _autocasting(self) -> AbstractContextManager[Any]:
         if self.autocast is None or SESSION.disabled:
-            output = self._call(*args, **kwargs)
-        else:
-            with torch.autocast(device_of(self.module).type, self.autocast):
-                output = self._call(*args, **kwargs)
-        return output if self.outputs is None else cast_all(output, self.outputs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        # Not a bound method: a pickle would look it up, and find this object.
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the forward inside: some look at it to know what a model takes."""
-        if self.inner is not None:
-            return inspect.signature(self.inner)
-        whole = inspect.signature(type(self.module).forward)
-        return whole.replace(parameters=list(whole.parameters.values())[1:])
+            return nullcontext()
+        return torch.autocast(device_of(self.module).type, self.autocast)
 
 
 def check(models: list[Any]) -> None:
@@ -103,17 +68,17 @@ def treat(model: nn.Module, options: Options) -> None:
         if options.keep_batchnorm_fp32:
             cast(model, half, keep_float32=(_BatchNorm,))
         else:
-            _put(model, Inside(model.to(half), half, None, torch.float32))
+            put_around(model, Inside(model.to(half), half, None, torch.float32))
         # Around it: batches of a class of the user's own, and outputs in another format.
-        _put(model, Forward(model, inputs=half, outputs=outputs))
+        put_around(model, Forward(model, half, None, outputs))
         model.register_state_dict_post_hook(_give_float32)
     elif options.patch_torch_functions:
-        _put(model, Forward(model, None, torch.float16, outputs or torch.float32))
+        put_around(model, Forward(model, None, torch.float16, outputs or torch.float32))
     elif options.cast_model_type is torch.float32:
         model.float()
-        _put(model, Forward(model, torch.float32, None, outputs))
+        put_around(model, Forward(model, torch.float32, None, outputs))
     elif outputs is not None:
-        _put(model, Forward(model, outputs=outputs))
+        put_around(model, Forward(model, None, None, outputs))
 
 
 def release(model: nn.Module) -> None:
@@ -124,11 +89,6 @@ def release(model: nn.Module) -> None:
             del vars(model)["forward"]
         else:
             vars(model)["forward"] = forward.inner
-
-
-def _put(model: nn.Module, forward: Forward | Inside) -> None:
-    """Makes `forward` the forward of `model`."""
-    vars(model)["forward"] = forward
 
 
 def _give_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: dict[str, Any]) -> None:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -37,46 +40,50 @@ NORMS = (*_MIXED, nn.RMSNorm)
 """The norms, which stay in float32 unless somebody says otherwise."""
 
 
-class Inside:
-    """The `forward` of a module, run in a format: `module.forward = Inside(module, ...)`.
+class Around(ABC):
+    """The `forward` of a module with casts around it: `module.forward = Inside(module, ...)`.
 
     An object and not a hook: `torch.compile` sees through it, and a copy of the module gets a copy.
+    What is cast and when autocast is on differ between ours (`Inside`) and Apex'.
 
     Args:
         module: Whose forward it is.
-        inputs: What floating-point inputs are cast to.
-        autocast: What autocast casts to inside; None: there is none.
+        inputs: What floating-point inputs are cast to; None: they stay as they are.
+        autocast: What autocast casts to inside, if it is on.
         outputs: What floating-point outputs are cast to; None: they stay as they are.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        inputs: torch.dtype,
+        inputs: torch.dtype | None,
         autocast: torch.dtype | None,
         outputs: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.inner = vars(module).get("forward")
-        self._inputs, self._autocast, self._outputs = inputs, autocast, outputs
-        self._device = device_of(module).type
+        self.inputs, self.autocast, self.outputs = inputs, autocast, outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        args = mapped(args, self._enter)
-        kwargs = {name: mapped(value, self._enter) for name, value in kwargs.items()}
-        with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
+        if self.inputs is not None:
+            args = self._cast(args, self.inputs)
+            kwargs = {name: self._cast(value, self.inputs) for name, value in kwargs.items()}
+        with self._autocasting():
             if self.inner is None:
+                # Not a bound method: a pickle would look it up, and find this object.
                 output = type(self.module).forward(self.module, *args, **kwargs)
             else:
                 output = self.inner(*args, **kwargs)
-        return output if self._outputs is None else mapped(output, self._leave, deep=True)
+        return output if self.outputs is None else self._cast(output, self.outputs, deep=True)
 
-    def _enter(self, value: Tensor) -> Tensor:
-        return _floating(value, self._inputs)
+    @abstractmethod
+    def _cast(self, value: Any, dtype: torch.dtype, deep: bool = False) -> Any:
+        """`value` with what is in it cast: an argument, or `deep` what the module returned."""
 
-    def _leave(self, value: Tensor) -> Tensor:
-        return value if self._outputs is None else _floating(value, self._outputs)
+    @abstractmethod
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        """The autocast that the module runs in, or none."""
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -87,23 +94,49 @@ class Inside:
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor], deep: bool = False) -> Any:
+class Inside(Around):
+    """The `forward` of a module, run in a format; without `autocast` it is off inside."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: torch.dtype,
+        autocast: torch.dtype | None,
+        outputs: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(module, inputs, autocast, outputs)
+        self._device = device_of(module).type
+
+    def _cast(self, value: Any, dtype: torch.dtype, deep: bool = False) -> Any:
+        return mapped(value, partial(_floating, dtype=dtype), deep)
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device, self.autocast, enabled=self.autocast is not None)
+
+
+def mapped(
+    value: Any,
+    change: Callable[[Any], Any],
+    deep: bool = False,
+    whole: Callable[[Any], bool] = torch.is_tensor,
+) -> Any:
     """`value` with its tensors changed; itself if none is.
 
-    Looks into tuples; `deep` also into lists, dicts and dataclasses. An argument must not be looked
-    into so deeply: whoever gives a list or a dict may want to find something in it afterwards.
+    Looks into tuples; `deep` also into lists, dicts and dataclasses. An argument should not be
+    looked into so deeply: whoever gives a list or a dict may want to find something in it
+    afterwards. `whole` says what is changed as one thing, if that is more than tensors.
     """
-    if isinstance(value, Tensor):
+    if whole(value):
         return change(value)
     if isinstance(value, tuple) or (deep and isinstance(value, list)):
-        items = [mapped(item, change, deep) for item in value]
+        items = [mapped(item, change, deep, whole) for item in value]
         if all(map(is_, items, value)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if not deep:
         return value
     if isinstance(value, MutableMapping):
-        pairs = {key: mapped(item, change, deep) for key, item in value.items()}
+        pairs = {key: mapped(item, change, deep, whole) for key, item in value.items()}
         if all(map(is_, pairs.values(), value.values())):
             return value
         if type(value) is dict:
@@ -113,7 +146,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], deep: bool = False) -
         return new
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        found = {name: mapped(getattr(value, name), change, deep) for name in fields}
+        found = {name: mapped(getattr(value, name), change, deep, whole) for name in fields}
         same = all(item is getattr(value, name) for name, item in found.items())
         return value if same else dataclasses.replace(value, **found)
     return value
@@ -165,13 +198,13 @@ def cast_all(models: Iterable[tuple[nn.Module, list[Keep]]], dtype: torch.dtype)
     for (model, keep), plan in zip(whole, plans, strict=True):
         _cast_in_place(model, plan)
         run_in_float32(model, keep)
-        _put_inside(model, Inside(model, dtype, dtype, torch.float32))
+        put_around(model, Inside(model, dtype, dtype, torch.float32))
 
 
 def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> None:
     """Has the modules of `keep_float32` run in float32, where autocast would not have them so."""
     for module in _outermost(bare(model), keep_float32):
-        _put_inside(module, Inside(module, torch.float32, None))
+        put_around(module, Inside(module, torch.float32, None))
 
 
 def lift(model: nn.Module, frozen: bool = False) -> None:
@@ -295,6 +328,6 @@ def find(model: nn.Module, keep: Keep) -> list[nn.Module]:
     )
 
 
-def _put_inside(module: nn.Module, forward: Inside) -> None:
+def put_around(module: nn.Module, forward: Around) -> None:
     """Makes `forward` the forward of `module`."""
     vars(module)["forward"] = forward
