@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import compiled
 from gradscale.torch.agree import part_of_norm
-from gradscale.torch.contract import is_capable, step_on_device
+from gradscale.torch.contract import as_optimizers, is_capable, step_on_device
 from gradscale.torch.events import Record
 from gradscale.torch.fast import Fast
 from gradscale.torch.optim.onepass import OnePass
@@ -66,13 +66,7 @@ class Applying(Fast):
         if torch.compiler.is_compiling():
             limits = clip_norm, clip_value
             return compiled.apply(self, optimizers, *limits, closure, zero_grad)
-        given: Any = optimizers
-        alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
-        several: list[Any] = [given] if alone else list(given)
-        odd = [one for one in several if not hasattr(one, "param_groups")]
-        if not several or odd:
-            what = type(odd[0]).__name__ if odd else "none"
-            raise SettingError(f"apply() takes one or more optimizers, got {what}.")
+        several = as_optimizers(optimizers, "apply()")
         if len(set(map(id, several))) < len(several):
             raise SettingError("apply() steps every optimizer once, got one of them twice.")
         check_limits(clip_norm, clip_value)

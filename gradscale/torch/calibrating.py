@@ -16,6 +16,7 @@ from gradscale.policy import GradStats, Headroom, HeadroomState
 from gradscale.torch import compiled
 from gradscale.torch.agree import largest
 from gradscale.torch.applying import Applying
+from gradscale.torch.contract import as_optimizers
 from gradscale.torch.moment import Moment
 from gradscale.torch.unscale import read, times, values_of
 
@@ -55,8 +56,7 @@ class Calibrating(Applying):
         """
         if torch.compiler.is_compiling():
             return compiled.outside(self, "calibrate", closure, optimizers, model)
-        given: Any = optimizers
-        several = [given] if hasattr(given, "param_groups") else list(given)
+        several = as_optimizers(optimizers, "calibrate()")
         params = [p for one in several for group in one.param_groups for p in group["params"]]
         if not params:
             raise SettingError("calibrate() takes optimizers with parameters, got none.")

@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from gradscale.errors import SettingError
 from gradscale.torch.unscale import move
 
 _ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+def as_optimizers(given: Any, caller: str) -> list[Optimizer]:
+    """One optimizer or several, which `caller` was given, as a list: what has `param_groups`."""
+    alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
+    several: list[Any] = [given] if alone else list(given)
+    odd = [type(each).__name__ for each in several if not hasattr(each, "param_groups")]
+    if odd or not several:
+        what = odd[0] if odd else "none"
+        raise SettingError(f"{caller}: optimizer must be one or more, got {what}.")
+    return several
 
 
 def is_capable(optimizer: Optimizer) -> bool:

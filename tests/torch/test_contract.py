@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from gradscale import CallOrderError
-from gradscale.torch import GradScaler
-from gradscale.torch.contract import step_on_device, writes_back
+from gradscale import CallOrderError, SettingError
+from gradscale.torch import GradScaler, MixedPrecision
+from gradscale.torch.contract import as_optimizers, step_on_device, writes_back
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -37,6 +38,34 @@ class Capable(Optimizer):
 
 def parameter(value: float = 1.0, device: str = "cpu") -> Tensor:
     return torch.full((2,), value, device=device, requires_grad=True)
+
+
+def test_optimizers_are_one_or_several() -> None:
+    one, other = SGD([parameter()], lr=1.0), Capable([parameter()])
+    assert as_optimizers(one, "here") == [one]
+    for several in ([one, other], (one, other), (each for each in (one, other))):
+        assert as_optimizers(several, "here") == [one, other]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [([], "none"), (None, "NoneType"), (torch.nn.Linear(1, 1), "Linear"), ([3.0], "float")],
+)
+def test_what_is_no_optimizer_is_refused_in_the_name_of_the_caller(given: Any, name: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    scaler = GradScaler("cpu")
+    mp = MixedPrecision(model, SGD(model.parameters(), lr=1.0))
+    calls: dict[str, Any] = {
+        "apply()": lambda: scaler.apply(given),
+        "calibrate()": lambda: scaler.calibrate(lambda: model(torch.ones(1)).sum(), given),
+        "MixedPrecision": lambda: MixedPrecision(model, given),
+    }
+    if given is not None:  # which means all of them there
+        calls["step()"] = lambda: mp.step(given)
+    for caller, call in calls.items():
+        message = f"{caller}: optimizer must be one or more, got {name}."
+        with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
+            call()
 
 
 @pytest.mark.parametrize("device", DEVICES)

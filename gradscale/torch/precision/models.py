@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError, StateError
 from gradscale.policy import Dynamic, Headroom, Off, Policy, Static
+from gradscale.torch.contract import as_optimizers
 from gradscale.torch.master.casting import (
     NORMS,
     Keep,
@@ -53,7 +54,7 @@ class Models:
         """What `follow()` was given that can be saved."""
         several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
         self.models: list[nn.Module] = list(model) if several else [model]  # type: ignore[arg-type,list-item]
-        self.optimizers = as_optimizers(optimizer)
+        self.optimizers = as_optimizers(optimizer, "MixedPrecision")
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
             raise SettingError("MixedPrecision takes one or more models, got none or another.")
         if policy is None:
@@ -225,16 +226,6 @@ class Models:
                 plain = torch.where(whole.to(plain.dtype) == plain, whole, plain.float())
             wide[name] = plain.float() if plain.dtype in HALVES else plain.clone()
         return wide
-
-
-def as_optimizers(given: Any) -> list[Optimizer]:
-    """One optimizer or several, as a list."""
-    alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
-    several: Sequence[Any] = [given] if alone else list(given)
-    odd = [type(each).__name__ for each in several if not hasattr(each, "param_groups")]
-    if odd or not several:
-        raise SettingError(f"optimizer must be one or more, got {odd[0] if odd else 'none'}.")
-    return list(several)
 
 
 def _guard(masters: Masters) -> Callable[..., None]:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.applying import check_limits
+from gradscale.torch.contract import as_optimizers
 from gradscale.torch.master.masters import Masters
 from gradscale.torch.outcome import StepOutcome
-from gradscale.torch.precision.models import Models, as_optimizers
+from gradscale.torch.precision.models import Models
 
 DROPS = ("window", "micro")
 
@@ -98,7 +99,7 @@ class Steps(Models):
         """
         if self._share is not None:
             raise CallOrderError("step() was called within accumulate(). Call it after the block.")
-        several = self.optimizers if optimizer is None else as_optimizers(optimizer)
+        several = self.optimizers if optimizer is None else as_optimizers(optimizer, "step()")
         strange = [type(each).__name__ for each in several if id(each) not in self._masters]
         if strange:
             raise SettingError(
