@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn, optim
 import gradscale as gs
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import MixedPrecision
+from gradscale.torch.optim import SGD
 from precision_runs import (
     HALF_WEIGHTS,
     OPTIMIZERS,
@@ -21,51 +23,83 @@ from precision_runs import (
     every_optimizer,
     loss_of,
     net,
-    picture,
 )
 
 torch.set_num_threads(1)
 
 
-def turns(mode: str, make: Any, left: bool) -> list[Tensor]:
-    """A loop of two networks that takes gradients of an earlier scale along, or clears them."""
-    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
-    for each in (first, second):
-        nn.init.constant_(each.weight, 0.25)
-    one, other = make(first.parameters(), lr=1e-3), make(second.parameters(), lr=1e-3)
-    policy = gs.Dynamic(init_scale=16.0, growth_interval=1, growth_factor=16.0)
-    mp = MixedPrecision([first, second], [one, other], mode, policy=policy)
-    x = torch.ones(8, 4)
-    mp.backward(second(first(x).detach()).float().mean())
-    mp.step(other)
-    mp.backward(second(first(x)).float().mean())
-    mp.step(one)
-    if left:
-        mp.step(other)  # with what the last pass left for it
-        return picture(mp)
-    mp.backward(second(first(x).detach()).float().mean())
-    mp.step(other)
-    return picture(mp)
+class Turns:
+    """Two networks that took turns: the second has gradients of a scale of 256, and it is 4096."""
+
+    def __init__(self, mode: str, make: Any) -> None:
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+        for each in (self.first, self.second):
+            nn.init.constant_(each.weight, 0.25)
+            nn.init.zeros_(each.bias)
+        self.one, self.other = (
+            make(each.parameters(), lr=0.5) for each in (self.first, self.second)
+        )
+        policy = gs.Dynamic(init_scale=16.0, growth_interval=1, growth_factor=16.0)
+        models, optimizers = [self.first, self.second], [self.one, self.other]
+        self.mp = MixedPrecision(models, optimizers, mode, policy=policy)
+        self.pass_through_second()
+        self.mp.step(self.other)
+        self.mp.backward(self.second(self.middle()).float().mean())
+        self.mp.step(self.one)
+
+    def middle(self) -> Tensor:
+        return self.first(torch.ones(8, 4))
+
+    def pass_through_second(self) -> None:
+        self.mp.backward(self.second(self.middle().detach()).float().mean())
+
+    def pass_through_first(self) -> None:
+        self.mp.backward(self.middle().float().mean())
+
+
+turning = pytest.mark.parametrize("mode", ["fp16", "fp16-master", "fp16-pure"])
 
 
 @every_optimizer
-@pytest.mark.parametrize("mode", ["fp16", "fp16-master", "fp16-pure"])
+@turning
 def test_gradients_of_two_scales_are_not_added_up(mode: str, make: Any) -> None:
+    turns = Turns(mode, make)
+    turns.pass_through_second()
     with pytest.raises(CallOrderError, match="another scale were left"):
-        turns(mode, make, left=False)
+        turns.mp.step(turns.other)
 
 
-@every_optimizer
-def test_gradients_that_were_left_are_divided_by_their_own_scale(make: Any) -> None:
-    torch.manual_seed(0)
-    wide = turns("fp16", make, left=True)
-    torch.manual_seed(0)
-    half = turns("fp16-master", make, left=True)
-    # The weights are powers of two and the rest is exact in both.
-    sizes = [value.shape for value in wide[:4]]
-    assert sizes == [value.shape for value in half[:4]]
-    for one, other in zip(wide[:4], half[:4], strict=True):
-        assert (one - other.float()).abs().max() <= 2.0**-11
+PLAIN = {
+    "ours": SGD,
+    "fused": partial(optim.SGD, fused=True),
+    "foreach": partial(optim.SGD, foreach=True),
+}
+
+
+@turning
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("between", ["nothing", "a pass", "a step"])
+def test_gradients_that_were_left_are_divided_by_their_own_scale(
+    mode: str, make: Any, between: str
+) -> None:
+    turns = Turns(mode, make)
+    if between != "nothing":
+        turns.pass_through_first()  # at 4096
+    if between == "a step":
+        turns.mp.step(turns.one)  # then the scale is 65536
+    turns.mp.step(turns.other)
+    # No tolerance: all are sums of few powers of two, which float16 has at any of the scales. What
+    # leaves the first layer is 1 at both passes, so the second moves twice by 0.5 * 1, and between
+    # them the first by 0.5 * -0.25. A scale that is 16 times off moves the second by 1/32 or by 8.
+    state = turns.mp.float32_model_state(turns.second)
+    assert torch.equal(state["weight"], torch.full((1, 4), 0.25 - 0.5 - 0.5))
+    assert torch.equal(state["bias"], torch.full((1,), -0.5 - 0.5))
+    assert torch.equal(turns.second.weight.float(), state["weight"])
+    # The mean of four outputs has moved it back by 0.5 * 0.25.
+    moved = 0.0 if between == "a step" else 0.125
+    state = turns.mp.float32_model_state(turns.first)
+    assert torch.equal(state["weight"], torch.full((4, 4), 0.25 + moved))
+    assert torch.equal(state["bias"], torch.full((4,), moved))
 
 
 @every_optimizer
@@ -83,10 +117,14 @@ def test_what_was_loaded_is_exported(mode: str, make: Any) -> None:
         mp.float32_model_state(nn.Linear(2, 2))
 
 
+def grads_of(model: nn.Module) -> list[Any]:
+    return [param.grad for param in model.parameters()]
+
+
 def test_a_step_that_raises_leaves_the_gradients_where_they_were() -> None:
     model, mp = built("fp16-master", OPTIMIZERS["foreach"])
     mp.backward(loss_of(model, data()))
-    grads = [param.grad.clone() for param in model.parameters()]
+    before = [param.grad.clone() for param in model.parameters()]
     fails = [True]
 
     def fail(*_: Any) -> None:
@@ -94,10 +132,18 @@ def test_a_step_that_raises_leaves_the_gradients_where_they_were() -> None:
             raise RuntimeError("planted")
 
     mp.optimizers[0].register_step_pre_hook(fail)
-    for limit, error in ((-1.0, SettingError), (1.0, RuntimeError)):
-        with pytest.raises(error):
-            mp.step(clip_norm=limit)
-        assert all(param.grad is not None for param in model.parameters())
+    with pytest.raises(SettingError, match="clip_norm must be"):
+        mp.step(clip_norm=-1.0)
+    assert all(map(torch.equal, before, grads_of(model)))
+    with pytest.raises(RuntimeError, match="planted"):
+        mp.step(clip_norm=1.0)
+    # It came as far as the optimizer: they are unscaled, of the norm 1, and rounded to float16.
+    norm = torch.cat([grad.float().flatten() for grad in before]).norm()
+    assert norm > mp.scaler.get_scale()
+    for grad, was in zip(grads_of(model), before, strict=True):
+        assert grad.dtype is was.dtype
+        rounding = {"rtol": 2.0**-11 + 2.0**-18, "atol": 2.0**-25}
+        torch.testing.assert_close(grad.float(), was.float() / norm, **rounding)
     mp.zero_grad()
     loaded = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
     model.load_state_dict(loaded)
@@ -105,7 +151,6 @@ def test_a_step_that_raises_leaves_the_gradients_where_they_were() -> None:
     mp.backward(loss_of(model, data()))
     assert mp.step().applied
     assert (model.wide.weight - 1).abs().max() < 0.1  # the load was not undone
-    assert len(grads) == 6
 
 
 def test_what_listens_may_raise() -> None:
