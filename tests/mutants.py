@@ -107,6 +107,13 @@ FAULTS = [
         "tests/torch/test_precision.py",
     ),
     Fault(
+        "gradients that were left are divided by the scale of another pass",
+        "torch/precision/steps.py",
+        "stand.grad.mul_(window.scale if rest is None else rest * window.scale)",
+        "pass",
+        "tests/torch/test_precision_masters.py",
+    ),
+    Fault(
         "a retry has another random state",
         "torch/precision/mixed.py",
         "            self.retries += 1\n            moment.restore()",
