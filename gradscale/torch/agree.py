@@ -74,11 +74,17 @@ class Report(NamedTuple):
     bad_penalty: Tensor
     """1 if a gradient that `grad()` handed out was not finite, else 0."""
     present: Tensor
-    """1 if there is a gradient, else 0."""
+    """1 if there is a gradient, or, of a loss with a scale of its own, if there is that loss."""
+    common: Tensor
+    """1 if there was a backward pass of a loss with the common scale, else 0."""
     amax: Tensor
     """The largest magnitude."""
     norm: Tensor
     """The 2-norm, of what counts as this rank's."""
+    near: Tensor
+    """How many elements are near the ceiling, where the policy wants to know."""
+    elements: Tensor
+    """Of how many."""
     mark: Tensor
     """A checksum of the scale and what goes with it."""
     rank: Tensor
@@ -212,23 +218,21 @@ def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
 
 def _together(rows: Tensor) -> Report:
     """What the `rows` of all ranks say together; in this order on every rank."""
-    found, unfit, bad_loss, bad_penalty, present, amax, norm, mark, rank = rows.unbind(1)
+    words = Report(*rows.unbind(1))
+    amax, norm, mark = words.amax, words.norm, words.mark
     # By the largest, because squares may overflow where the root does not.
     top = norm.amax()
     safe = torch.where(top > 0, top, torch.ones_like(top))
     length = safe * (norm / safe).square().sum().sqrt()
     length = torch.where(torch.isfinite(top), torch.where(top > 0, length, top), top)
-    return Report(
-        found.amax(),
-        unfit.amax(),
-        bad_loss.amax(),
-        bad_penalty.amax(),
-        present.amax(),
-        torch.where(torch.isnan(amax).any(), torch.inf, amax.amax()),
-        length,
+    return Report(*rows.amax(0).unbind())._replace(
+        amax=torch.where(torch.isnan(amax).any(), torch.inf, amax.amax()),
+        norm=length,
+        near=words.near.sum(),
+        elements=words.elements.sum(),
         # Ranks that gather with one of these later must hear of a difference, too.
-        torch.where((mark == mark[0]).all(), mark[0], -1.0),
-        rank.amin(),
+        mark=torch.where((mark == mark[0]).all(), mark[0], -1.0),
+        rank=words.rank.amin(),
     )
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -20,12 +19,11 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format
 from gradscale.policy.histogram import EDGE
 from gradscale.torch import compiled
-from gradscale.torch.agree import Agreement, Group, Report, part_of_norm, settle
-from gradscale.torch.drift import Drift
+from gradscale.torch.agree import part_of_norm
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import weigh_up
-from gradscale.torch.outcome import Blame, Names, culprits
-from gradscale.torch.scaling import Scaling
+from gradscale.torch.outcome import Blame, culprits
+from gradscale.torch.settling import Settling
 from gradscale.torch.unscale import (
     Gradients,
     Reading,
@@ -47,14 +45,11 @@ from gradscale.torch.unscale import (
 from gradscale.torch.window import Window
 
 
-class Checking(Scaling):
+class Checking(Settling):
     """Gradients divided by their scale, and what they were like."""
 
     _format: Format
-    _names: Names
     _underflow_every: int
-    _agreement: Agreement
-    _drift: Drift
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of `optimizer` by their scale, in place, for clipping or reading.
@@ -121,73 +116,6 @@ class Checking(Scaling):
         if not groups and self._agreement.is_unknown():
             window.loss_finite = None  # one rank's NaN loss may be every rank's NaN gradient
         return window
-
-    def _who(self, optimizers: Sequence[Optimizer]) -> list[Group]:
-        """The groups that must agree on the gradients of `optimizers`, all together."""
-        found: list[Group] = []
-        for optimizer in optimizers:
-            for group in self._groups[id(optimizer)]:
-                if all(group.process is not known.process for known in found):
-                    found.append(group)
-        return found
-
-    def _settle(
-        self, optimizers: Sequence[Optimizer], window: Window, norm: Tensor | None = None
-    ) -> Tensor | None:
-        """Has all ranks know what any of them found in the gradients of `optimizers`.
-
-        `norm` is that of this rank's gradients, unscaled; what comes back is that of all.
-        """
-        groups = self._who(optimizers)
-        if not groups:
-            return norm
-        scale = self._live("step()").scale
-        zero = torch.zeros_like(scale)
-
-        def flag(fine: Tensor | None) -> Tensor:
-            return zero if fine is None else (~move(fine, scale.device)).float()
-
-        rank = torch.full_like(zero, float(dist.get_rank()))
-        params = list({id(p): p for one in optimizers for p in params_with_grad(one)}.values())
-        found = [self._found(self._found_inf_per_device(one)) for one in optimizers]
-        fits = [self._fits[id(one)] for one in optimizers if id(one) in self._fits]
-        sizes = [m.amax for one in optimizers if (m := self._measured[id(one)]).amax is not None]
-        bad = torch.stack(found).any()
-        amax = torch.stack([zero, *(move(size.float(), scale.device) for size in sizes)]).amax()
-        mine = Report(
-            found=bad.float(),
-            unfit=flag(torch.stack(fits).all() if fits else None),
-            bad_loss=flag(window.loss_finite),
-            bad_penalty=flag(window.penalty_finite),
-            present=torch.full_like(zero, float(bool(params))),
-            amax=amax,
-            norm=zero if norm is None else move(norm, scale.device).float(),
-            mark=self._drift.mark(self._live("step()")),
-            rank=torch.where(bad, rank, torch.inf),
-        )
-        losses = [window.losses[key] for key in sorted(window.losses, key=str)]
-        own = [
-            Report(flag(o.finite), zero, flag(o.loss_finite), zero, zero, o.amax, *(zero,) * 3)
-            for o in losses
-        ]
-        (told, *others), marks = settle([mine, *own], groups)
-        self._drift.take(marks)
-        for loss, report in zip(losses, others, strict=True):
-            loss.finite, loss.loss_finite = report.found == 0, report.bad_loss == 0
-            loss.amax = report.amax
-        for optimizer in optimizers:
-            state = self._per_optimizer_states[id(optimizer)]
-            state["found_inf_per_device"] = {scale.device: told.found}
-            # Nobody has a gradient: there is nothing to step, and nothing wrong with the scale.
-            self._fits[id(optimizer)] = (told.unfit == 0) & (told.present > 0)
-            self._measured[id(optimizer)].bad_rank = told.rank
-            if sizes:
-                self._measured[id(optimizer)].amax = told.amax
-        window.loss_finite = told.bad_loss == 0
-        if window.penalty_finite is not None:
-            window.penalty_finite = told.bad_penalty == 0
-        self._settled.update(map(id, optimizers))
-        return None if norm is None else told.norm
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         """Where `optimizer` stands in this iteration."""
@@ -362,7 +290,7 @@ class Checking(Scaling):
         """bool, on the device of the scale: the step of `optimizer` must not take place."""
         fits, window = self._fits[id(optimizer)], self._pending()
         flags = list(self._found_inf_per_device(optimizer).values())
-        plain = window is None or not (window.losses or window.spared)
+        plain = window is None or not (window.losses or window.spared or self._held_back)
         if len(flags) == 1 and flags[0].device == fits.device and plain:
             return fits <= flags[0]
         return ~(self._finite(optimizer) & fits)
@@ -374,17 +302,11 @@ class Checking(Scaling):
         for own in window.losses.values() if window is not None else ():
             if own.reaches(optimizer):
                 finite = finite & own.finite
+        if id(optimizer) in self._held_back:  # by another rank, which such a loss reached
+            finite = finite & ~self._held_back[id(optimizer)]
         if window is not None and window.dropped is not None:
             finite = finite & (window.dropped < window.spared)
         return finite
-
-    def _found(self, found_inf: Mapping[torch.device, Tensor]) -> Tensor:
-        """bool, on the device of the scale: something is not finite on some device."""
-        scale = self._live("step()").scale
-        found = [move(flag, scale.device) > 0 for flag in found_inf.values()]
-        if not found:
-            return torch.zeros_like(scale, dtype=torch.bool)
-        return found[0] if len(found) == 1 else torch.stack(found).any()
 
     # torch's private names.
 
@@ -400,6 +322,3 @@ class Checking(Scaling):
         reading = read(values_of(params_with_grad(optimizer)), window.inv_scale)
         self._record(optimizer, reading, self._stage(optimizer))
         return self._found_inf_per_device(optimizer)
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -10,11 +10,12 @@ still be judged, and the step is skipped because of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -51,6 +52,8 @@ class OwnLoss:
         """How many backward passes it has had."""
         self.bad: dict[int, tuple[int, int]] = {}
         """Infinities and NaNs by the id of the parameter, where the host could count them."""
+        self.present: Tensor | None = None
+        """bool: whether any rank has had it in this window; None where this one has."""
         self.judged = False
         """Whether an `update()` has moved its scale by what is known here."""
         self._params: set[int] = set()
@@ -80,10 +83,17 @@ class OwnLoss:
 
 @torch.no_grad()
 def backward_alone(
-    scaled: list[Tensor], window: Window, own: OwnLoss, kwargs: Mapping[str, Any]
+    scaled: list[Tensor],
+    window: Window,
+    own: OwnLoss,
+    known: Iterable[Tensor],
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """Runs the backward pass of `scaled` losses, and adds its gradients at the window's scale."""
-    with _apart(scaled, window, kwargs, "a loss_id") as made:
+    """Runs the backward pass of `scaled` losses, and adds its gradients at the window's scale.
+
+    `known` parameters may have gradients of it although they are not in its graph.
+    """
+    with _apart(scaled, window, known, kwargs, "a loss_id") as made:
         window.begun += 1
         window.own_passes += 1
         window.blank = None
@@ -94,15 +104,25 @@ def backward_alone(
 
 
 @torch.no_grad()
-def backward_spared(scaled: list[Tensor], window: Window, kwargs: Mapping[str, Any]) -> None:
-    """Runs the backward pass of `scaled` losses, and adds its gradients if they are finite."""
+def backward_spared(
+    scaled: list[Tensor],
+    window: Window,
+    known: Iterable[Tensor],
+    agreed: Callable[[Tensor, Sequence[Tensor]], Tensor],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Runs the backward pass of `scaled` losses, and adds its gradients if they are finite.
+
+    On all ranks, or on none: `agreed` asks the others about gradients of certain parameters.
+    """
     begun = window.begun
-    with _apart(scaled, window, kwargs, "spare=True") as made:
+    with _apart(scaled, window, known, kwargs, "spare=True") as made:
         values = values_of(made)
         reading = read(values, window.inv_scale)
         finite = reading.fits
         for flag in reading.found_inf.values():
             finite = finite & (move(flag, finite.device) == 0)
+        finite = agreed(finite, made)
         clear(values, ~finite)
         window.note_spared(finite, window.begun - begun)
 
@@ -123,7 +143,11 @@ def weigh_up(params: Iterable[Tensor], window: Window) -> None:
 
 @contextmanager
 def _apart(
-    scaled: list[Tensor], window: Window, kwargs: Mapping[str, Any], what: str
+    scaled: list[Tensor],
+    window: Window,
+    known: Iterable[Tensor],
+    kwargs: Mapping[str, Any],
+    what: str,
 ) -> Iterator[list[Tensor]]:
     """The tensors that a backward pass of `scaled` has made gradients for, with these alone.
 
@@ -137,13 +161,20 @@ def _apart(
     leaves = _leaves(scaled, kwargs.get("inputs"))
     if kwargs.get("inputs") is not None:
         kwargs = {**kwargs, "inputs": leaves}  # it may have been a generator
-    if window.unscaled(leaves):
+    # FSDP takes gradients away from the leaves of the graph, and gives them to its parameters.
+    inside = {id(leaf) for leaf in leaves}
+    others = [param for param in known if id(param) not in inside]
+    leaves = [leaf for leaf in leaves if not _is_hidden(leaf, others)]
+    if window.unscaled([*leaves, *others]):
         raise CallOrderError(
             f"A loss with {what} would add to gradients that are unscaled already. Call "
             "optimizer.zero_grad() before its backward pass."
         )
     window.look_at_waiting()
     before = [(leaf, leaf.grad, _set_aside(leaf)) for leaf in leaves]
+    before += [(param, param.grad, None) for param in others]
+    for param in others:
+        param.grad = None
     try:
         with torch.enable_grad():
             torch.autograd.backward(scaled, **kwargs)
@@ -151,15 +182,29 @@ def _apart(
         for leaf, grad, copy in before:
             leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
         raise
-    yield [leaf for leaf in leaves if leaf.grad is not None]
+    lost = dist.is_initialized() and any(leaf.grad is None for leaf in leaves)
+    if lost and all(param.grad is None for param in others):
+        raise CallOrderError(
+            f"The gradients of a loss with {what} have gone to tensors that the scaler does not "
+            "know, as those of FSDP do. Call optimizer.zero_grad(), and scaler.name(model) before "
+            "the first loss."
+        )
+    yield [leaf for leaf, _, _ in before if leaf.grad is not None]
     for leaf, grad, copy in before:
         if copy is not None and leaf.grad is not None:
             leaf.grad.add_(copy)
         elif leaf.grad is None:
             leaf.grad = grad
-        elif grad is not None:  # a sparse one; in a sum a dense one must come first
+        elif grad is not None and grad.layout is torch.strided is leaf.grad.layout:
+            leaf.grad.add_(grad)  # in place: FSDP1 has the memory
+        elif grad is not None:  # in a sum a dense one must come first
             leaf.grad = leaf.grad + grad
     window.note_added()
+
+
+def _is_hidden(leaf: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether FSDP1 hides `leaf` behind `others`, whose gradients are views of its own."""
+    return bool(others) and getattr(leaf, "_is_flat_param", False)
 
 
 def _set_aside(leaf: Tensor) -> Tensor | None:

@@ -52,9 +52,12 @@ class Moving(ScaleKeeper):
             window.finite = finite
             if window.blank is not None:
                 news = ~window.blank if news is None else news & ~window.blank
-            if window.own_passes and window.own_passes == window.begun:
-                # Loss 0 took no part, so its scale, which the gradients have now, can be found too
-                # high but not good enough to grow.
+            # If loss 0 took no part, its scale, which the gradients have now, can be found too high
+            # but not good enough to grow.
+            if window.common is not None:
+                told = window.common | ~finite
+                news = told if news is None else news & told
+            elif window.own_passes and window.own_passes == window.begun:
                 news = ~finite if news is None else news & ~finite
         stats = GradStats(finite=finite, loss_finite=loss_finite, fits=fits, **sizes)
         yield self._update(0, live, stats, news)
@@ -66,7 +69,7 @@ class Moving(ScaleKeeper):
             sizes = self._sizes_of(own.amax)
             fits = torch.ones_like(own.finite)
             stats = GradStats(own.finite, loss_finite=own.loss_finite, fits=fits, **sizes)
-            yield self._update(loss_id, self._loss_state(loss_id), stats)
+            yield self._update(loss_id, self._loss_state(loss_id), stats, own.present)
 
     def _update(
         self, loss_id: int | str, live: State, stats: GradStats, news: Tensor | None = None

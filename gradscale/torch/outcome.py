@@ -304,6 +304,10 @@ class Names:
         for name, param in model.named_parameters():
             self._given[id(param)] = (weakref.ref(param), name)
 
+    def params(self) -> list[Tensor]:
+        """The parameters that models have given names for."""
+        return [param for ref, _ in self._given.values() if (param := ref()) is not None]
+
     def stand_in(self, param: Tensor, stand: Tensor) -> None:
         """Has `stand`, which an optimizer sees in the place of `param`, go by the same name."""
         last = self._last_stand.get(id(param))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
@@ -21,13 +22,13 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.policy import State
 from gradscale.torch import compiled
-from gradscale.torch.agree import Group
+from gradscale.torch.agree import Agreement, Group, largest
 from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import check_loss_id
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import backward_alone, backward_spared
 from gradscale.torch.moving import Moving
-from gradscale.torch.outcome import Measured, StepOutcome
+from gradscale.torch.outcome import Measured, Names, StepOutcome
 from gradscale.torch.ties import ScalerTie
 from gradscale.torch.unscale import clear, params_with_grad, readable, times, values_of
 from gradscale.torch.window import Fate, Window
@@ -41,6 +42,7 @@ NOT_SAVED = (
     "_unscaled_in",
     "_groups",
     "_settled",
+    "_held_back",
     "_window",
     "_made",
     "_scaled_losses",
@@ -63,6 +65,8 @@ class Scaling(Moving):
     """Losses times the scale, gradients divided by it."""
 
     _warned_half: bool
+    _agreement: Agreement
+    _names: Names
 
     def _begin(self) -> None:
         """Sets up what belongs to the iterations: NOT_SAVED."""
@@ -99,6 +103,8 @@ class Scaling(Moving):
         """Who must agree on the gradients of an optimizer."""
         self._settled: set[int] = set()
         """The optimizers whose gradients they have agreed on."""
+        self._held_back: dict[int, Tensor] = {}
+        """bool: a loss with its own scale was bad, on a rank where it reached the optimizer."""
 
     # Scaling.
 
@@ -164,7 +170,8 @@ class Scaling(Moving):
         if spare and loss_id != 0:
             raise SettingError(f"spare=True goes with the common scale, got loss_id={loss_id!r}.")
         if spare and self._enabled:
-            backward_spared([self.scale(one) for one in losses], self._open(losses[0]), kwargs)
+            scaled = [self.scale(one) for one in losses]
+            backward_spared(scaled, self._open(losses[0]), self._known(), self._agreed, kwargs)
             return
         if loss_id == 0 or not self._enabled:
             torch.autograd.backward([self.scale(one) for one in losses], **kwargs)
@@ -179,10 +186,25 @@ class Scaling(Moving):
             if any(one.dtype is torch.float16 for one in losses):
                 self._hold_for_half(state)
             own = window.add_loss(loss_id, state.scale.clone())
-        backward_alone([times(one, own.scale) for one in losses], window, own, kwargs)
+        scaled = [times(one, own.scale) for one in losses]
+        backward_alone(scaled, window, own, self._known(), kwargs)
         for one in losses:
             own.note_loss(one)
         self._made = window
+
+    def _known(self) -> list[Tensor]:
+        """The parameters that models and optimizers have told of, where there are ranks."""
+        if not dist.is_initialized():
+            return []
+        several = [ref() for ref in self._seen.values()]
+        groups = [group for one in several if one is not None for group in one.param_groups]
+        known = [*self._names.params(), *(param for group in groups for param in group["params"])]
+        return list({id(param): param for param in known}.values())
+
+    def _agreed(self, fine: Tensor, params: Sequence[Tensor]) -> Tensor:
+        """bool: whether something is `fine` on all ranks that must agree on `params`."""
+        groups = self._agreement.among(params)
+        return largest((~fine).float().reshape(1), groups)[0] == 0 if groups else fine
 
     def grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled.

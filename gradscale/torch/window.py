@@ -148,6 +148,9 @@ class Window:
         who makes an optimizer allocate its state. None where losses were scaled."""
         self.own_passes = 0
         """How many of the backward passes were of losses with a scale of their own."""
+        self.common: Tensor | None = None
+        """bool: whether any rank had a backward pass of a loss with the common scale; None where
+        this rank alone decides."""
         self.losses: dict[int | str, OwnLoss] = {}
         """The losses that have a scale of their own."""
         self.spared = 0

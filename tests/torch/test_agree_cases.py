@@ -7,7 +7,6 @@ import math
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import gradscale as gs
 import ranks
-from gradscale.errors import SettingError, StateError
-from gradscale.torch import GradScaler
+from gradscale.errors import SettingError
+from gradscale.torch import GradScaler, agree
 from gradscale.torch.agree import Agreement, Shards
-from ranks import WIDTH, batch, everyone, fsdp2, loss_of, net, run_ranks
+from ranks import OPTIMIZERS, WIDTH, batch, everyone, loss_of, net, run_ranks
 
 
 def check_stages() -> None:
@@ -90,36 +90,6 @@ def check_uneven() -> None:
     assert scaler.get_scale() == 2.0**11
 
 
-def check_drift() -> None:
-    """Raises if a scale that differs goes unnoticed."""
-    rank = dist.get_rank()
-    for repair in (False, True):
-        model = net()
-        how = "repair" if repair else "raise"
-        scaler = GradScaler("cpu", groups=dist.group.WORLD, on_drift=how)
-        optimizer = optim.SGD(model.parameters(), lr=0.0)
-
-        def steps(
-            count: int, scaler: Any = scaler, model: Any = model, opt: Any = optimizer
-        ) -> None:
-            for step in range(count):
-                scaler.backward(loss_of(model, batch(step)))
-                scaler.apply(opt)
-
-        steps(70)
-        if rank == 1:
-            scaler.update(2.0**5)
-        if repair:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                steps(130)
-            assert any("ranks [1] differed from that of rank 0" in str(w.message) for w in told)
-            assert len(set(everyone(scaler._scale.item()))) == 1
-        else:
-            with pytest.raises(StateError, match=r"ranks \[1\] differs from that of rank 0"):
-                steps(200)
-
-
 def check_asks() -> None:
     """Raises if nobody is asked who must agree."""
     model = net()
@@ -139,31 +109,150 @@ def check_asks() -> None:
         quiet.apply(optimizer)
 
 
-def check_wire() -> None:
-    """Raises if a step takes more than one collective."""
-    from torch.distributed import distributed_c10d
+def check_same() -> None:
+    """Raises if ranks that see the same batch are not, to the bit, what one process is."""
+    for make_setup in (ranks.ddp, ranks.fsdp2, ranks.fsdp1):
+        for make in OPTIMIZERS.values():
+            for way in ("apply", "step"):
+                setup, model = make_setup()._replace(shares=1), net()
+                scaler, lone = GradScaler("cpu", init_scale=2.0**8), GradScaler("cpu", groups=None)
+                if setup.named is not None:
+                    scaler.name(setup.named)
+                both = [(scaler, make(setup.params)), (lone, make(model.parameters()))]
+                for step in range(4):
+                    setup.backward(scaler, batch(step))
+                    lone.backward(loss_of(model, batch(step)))
+                    for each, optimizer in both:
+                        if way == "apply":
+                            each.apply(optimizer)
+                        else:
+                            each.step(optimizer)
+                            each.update()
+                            optimizer.zero_grad()
+                for param, other in zip(setup.weights(), model.parameters(), strict=True):
+                    assert torch.equal(param, other)
 
-    calls: list[str] = []
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_reduce", "broadcast"):
-        plain = getattr(dist, name, None)
-        if plain is None:
-            continue
 
-        def counted(*args: Any, _name: str = name, _plain: Any = plain, **kwargs: Any) -> Any:
-            calls.append(_name)
-            return _plain(*args, **kwargs)
-
-        setattr(dist, name, counted)
-        assert distributed_c10d is not None
-    parts = fsdp2(init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = optim.AdamW(parts.params, fused=True)
-    scaler = GradScaler("cpu")
+def check_sparse() -> None:
+    """Raises if sparse gradients, with rows that one rank alone has, are not agreed on."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    table, twin = (nn.Embedding(6, 4, sparse=True) for _ in range(2))
+    twin.load_state_dict(table.state_dict())
+    model = DistributedDataParallel(table)
+    optimizer, alone = (optim.SGD(each.parameters(), lr=0.5) for each in (table, twin))
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    scaler.name(model)
     for step in range(3):
-        scaler.backward(loss_of(parts.call, batch(step)))
-        scaler.backward(loss_of(parts.call, batch(step)) * 0.1, loss_id="other")
-        calls.clear()
-        assert scaler.apply(optimizer, clip_norm=1.0).applied
-        assert len(calls) == 1, calls
+        rows = torch.tensor([[0, 0, 1, step], [2, 3, 3, step]])
+        scaler.backward(model(rows[rank]).square().sum())
+        if step == 1 and rank == 1:
+            table.weight.grad._values()[0, 0] = math.inf
+        outcome = scaler.apply(optimizer)
+        assert (
+            everyone((bool(outcome.applied), scaler.get_scale()))
+            == [(step != 1, 2.0**8 if step < 1 else 2.0**7)] * 2
+        )
+        if step != 1:
+            (twin(rows).square().sum() / 2).backward()  # the mean over ranks
+            norm = twin.weight.grad.coalesce()._values().norm()
+            alone.step()
+            alone.zero_grad()
+            # Sums of up to 4 rows of 4 numbers, in another order: 16 roundings.
+            assert math.isclose(outcome.grad_norm, norm, rel_tol=16 * 2**-24)
+    assert (table.weight - twin.weight).abs().max() <= 16 * 2**-24 * twin.weight.abs().max()
+
+
+def check_experts() -> None:
+    """Raises if experts, one of which sees no tokens, do not decide with the dense layers."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    dense = nn.Linear(4, 4)
+    experts = [nn.Linear(4, 4) for _ in range(2)]
+    mine = experts[rank]
+    group = dist.group.WORLD
+    scaler = GradScaler(
+        "cpu", init_scale=2.0**8, groups=Shards(group, of=mine.parameters()), growth_interval=100
+    )
+    optimizer = optim.SGD([*dense.parameters(), *mine.parameters()], lr=0.1)
+    for step in range(4):
+        tokens = torch.ones(2, 4) * (step + 1)
+        hidden = dense(tokens)
+        idle = step == 1 and rank == 1  # nobody is sent to the second expert
+        scaler.backward((hidden if idle else mine(hidden)).square().mean())
+        for param in dense.parameters():
+            dist.all_reduce(param.grad)
+        if step == 2 and rank == 1:
+            mine.bias.grad.fill_(math.nan)
+        scale = scaler.get_scale()
+        squares = [p.grad.div(scale).double().square().sum() for p in mine.parameters() if not idle]
+        shared = [p.grad.div(scale).double().square().sum() for p in dense.parameters()]
+        whole = math.sqrt(sum(everyone(float(sum(squares)))) + float(sum(shared)))
+        outcome = scaler.apply(optimizer)
+        told = everyone((bool(outcome.applied), scaler.get_scale(), float(outcome.grad_norm)))
+        assert told[0] == told[1] or step == 2  # where the norm is NaN
+        assert told[0][:2] == told[1][:2] == (step != 2, 2.0**8 if step < 2 else 2.0**7)
+        if step != 2:
+            # Two sums of 40 squares in float32, whose roots have half their errors.
+            assert math.isclose(told[0][2], whole, rel_tol=40 * 2**-24)
+
+
+def check_frozen() -> None:
+    """Raises if shards that are frozen, or that one rank has nothing of, are in the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each[0].weight.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert everyone(model[1].bias.to_local().numel()) == [1, 0]
+    for kind in ("fused", "foreach", "ours"):
+        optimizer, alone = (OPTIMIZERS[kind](each.parameters()) for each in (model, twin))
+        scaler, lone = GradScaler("cpu", init_scale=2.0**8), GradScaler("cpu", groups=None)
+        for step in range(3):
+            scaler.backward(model(batch(step)).square().mean())
+            lone.backward(twin(batch(step)).square().mean())
+            if step == 1:
+                if dist.get_rank() == 0:
+                    model[1].bias.grad.to_local().fill_(math.inf)  # what rank 1 has nothing of
+                twin[1].bias.grad.fill_(math.inf)
+            outcome, other = scaler.apply(optimizer), lone.apply(alone)
+            assert bool(outcome.applied) == bool(other.applied) == (step != 1)
+            # 17 squares in another order.
+            same = math.isclose(outcome.grad_norm, other.grad_norm, rel_tol=17 * 2**-24)
+            assert same or step == 1
+        for param, other_param in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(param.full_tensor(), other_param)
+
+
+def check_rounds() -> None:
+    """Raises if a group that gathers in two rounds knows less than one that gathers in one."""
+    rank = dist.get_rank()
+    told = []
+    for limit in (agree.LARGE, 3):
+        agree.LARGE = limit
+        torch.manual_seed(rank)
+        model = nn.Linear(4, 4)
+        scaler = GradScaler("cpu", init_scale=2.0**8, groups=Shards(dist.group.WORLD))
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(9):
+            scaler.backward(model(torch.ones(2, 4)).square().sum())
+            if step and (step - 1) // 2 == rank:
+                model.bias.grad.fill_(math.inf)
+            outcome = scaler.apply(optimizer)
+            assert outcome.bad_rank == (math.inf if step == 0 else (step - 1) // 2)
+            seen.append((bool(outcome.applied), scaler.get_scale(), float(outcome.grad_norm)))
+        told.append(seen)
+    for one, two in zip(*told, strict=True):
+        assert one[:2] == two[:2]
+        # Four numbers, added up in another order.
+        assert math.isclose(one[2], two[2], rel_tol=4 * 2**-24) or not one[0]
+    row, column = agree._squares[dist.group.WORLD]
+    assert dist.get_process_group_ranks(row()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(column()) == [rank % 2, rank % 2 + 2]
 
 
 def check_soak() -> None:
@@ -237,10 +326,26 @@ def check_closure() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    ["stages", "together", "uneven", "drift", "asks", "wire", "calibrate", "closure"],
+    [
+        "stages",
+        "together",
+        "uneven",
+        "asks",
+        "same",
+        "sparse",
+        "experts",
+        "frozen",
+        "calibrate",
+        "closure",
+    ],
 )
 def test_two_ranks(check: str, tmp_path: Path) -> None:
     run_ranks(__file__, check, 2, tmp_path)
+
+
+def test_large_groups_gather_in_two_rounds(tmp_path: Path) -> None:
+    run_ranks(__file__, "rounds", 4, tmp_path)
+    assert [agree._side(size) for size in (1, 2, 12, 257, 1024, 100_000)] == [1, 1, 3, 1, 32, 250]
 
 
 def test_four_ranks_agree_in_ten_thousand_steps(tmp_path: Path) -> None:

@@ -1,0 +1,229 @@
+"""Everything that decides about a step is known to all ranks, with real processes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import gradscale as gs
+import ranks
+from gradscale.errors import CallOrderError
+from gradscale.torch import GradScaler
+from ranks import HOW, OPTIMIZERS, batch, everyone, fsdp2, loss_of, net, run_ranks
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
+
+
+def count_collectives() -> list[str]:
+    """A list to which every collective that is called from here on is added."""
+    calls: list[str] = []
+    for name in COLLECTIVES:
+        plain = getattr(dist, name, None)
+        if plain is not None:
+
+            def counted(*args: Any, _name: str = name, _plain: Any = plain, **kwargs: Any) -> Any:
+                calls.append(_name)
+                return _plain(*args, **kwargs)
+
+            setattr(dist, name, counted)
+    return calls
+
+
+def check_wire() -> None:
+    """Raises if a step takes more than one collective, or clipping more than one more."""
+    calls = count_collectives()
+    for make_setup in (fsdp2, ranks.given):
+        parts = make_setup()
+        optimizer = optim.AdamW(parts.params, fused=True)
+        scaler = GradScaler("cpu", groups=parts.groups)
+        scaler.name(parts.call)
+        ways = {
+            "apply": lambda s=scaler, o=optimizer: s.apply(o, clip_norm=1.0),
+            "step": lambda s=scaler, o=optimizer: s.step(o),
+            "clip": lambda s=scaler, o=optimizer: (s.clip_grad_norm_(o, 1.0), s.step(o)),
+            "values": lambda s=scaler, o=optimizer: s.apply(o, clip_norm=1.0, clip_value=0.1),
+        }
+        for way, after in ways.items():
+            for step in range(3):
+                scaler.backward(loss_of(parts.call, batch(step)))
+                if way == "apply":
+                    scaler.backward(loss_of(parts.call, batch(step)) * 0.1, loss_id="other")
+                calls.clear()
+                after()
+                if way in ("step", "clip"):
+                    scaler.update()
+                    optimizer.zero_grad()
+                assert len(calls) == (1 if way in ("apply", "step") else 2), (way, calls)
+                assert scaler.outcome().applied
+
+
+def check_losses() -> None:
+    """Raises if losses with a scale of their own are judged by one rank alone."""
+    rank = dist.get_rank()
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    policy = gs.Dynamic(init_scale=2.0**8, growth_interval=2)
+    scaler = GradScaler("cpu", policy=policy, groups=dist.group.WORLD)
+    for step in range(6):
+        scaler.backward(loss_of(model, batch(step)))
+        if step != 4 or rank == 0:  # in which the other rank has no second loss
+            bad = math.inf if step in (1, 4) and rank == 0 else 1.0
+            scaler.backward(_spiked(model, step, bad), loss_id="other")
+        outcome = scaler.apply(optimizer)
+        told = everyone((bool(outcome.applied), scaler.get_scale(), scaler.get_scale("other")))
+        assert told[0] == told[1]
+        assert told[0][0] == (step not in (1, 4))
+    # Lowered, grown and lowered; the common one, which no overflow was of, has grown thrice.
+    assert told[0][1:] == (2.0**11, 2.0**7)
+
+
+def check_own_scales() -> None:
+    """Raises if losses with a scale of their own are not what one process makes of them."""
+    for make_setup in (ranks.ddp, fsdp2, ranks.fsdp1, ranks.tensor_parallel, ranks.hsdp):
+        if make_setup is ranks.hsdp and dist.get_world_size() < 4:
+            continue
+        parts = make_setup()
+        model = net(parts.norm)
+        optimizer, alone = (OPTIMIZERS["foreach"](p) for p in (parts.params, model.parameters()))
+        scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+        scaler.name(parts.call)
+        for step in range(4):
+            x, rank, world = batch(step), dist.get_rank(), dist.get_world_size()
+            mine = x if parts.shares == 1 else x.chunk(world)[rank]
+            scaler.backward(loss_of(parts.call, mine))
+            other = loss_of(parts.call, mine * 0.5)
+            if step == 0:
+                other.register_hook(lambda grad: grad * math.inf)
+            scaler.backward(other * 1.0, loss_id="other")
+            outcome = scaler.apply(optimizer)
+            assert bool(outcome.applied) == (step > 0), (make_setup, step, outcome)
+            if step:
+                (loss_of(model, x) + loss_of(model, x * 0.5)).backward()
+                alone.step()
+                alone.zero_grad()
+        assert (scaler.get_scale(), scaler.get_scale("other")) == (2.0**8, 2.0**7)
+        # As in test_agree.py, with two sums, and gradients of up to 2 in place of CLIP.
+        bound = 3 * HOW["lr"] * 2 * 2 * 32 * torch.finfo(torch.float32).eps * 2 / HOW["eps"]
+        for param, whole in zip(parts.weights(), model.parameters(), strict=True):
+            assert (param - whole).abs().max() <= bound, make_setup
+
+
+def check_unnamed() -> None:
+    """Raises if gradients that FSDP2 has put elsewhere are taken for none."""
+    parts = fsdp2()
+    scaler = GradScaler("cpu")
+    with pytest.raises(CallOrderError, match=r"gone to tensors.*scaler.name\(model\)"):
+        scaler.backward(loss_of(parts.call, batch(0)), loss_id="other")
+    scaler = GradScaler("cpu")
+    with pytest.raises(CallOrderError, match="loss with spare=True have gone"):
+        scaler.backward(loss_of(parts.call, batch(0)), spare=True)
+
+
+def _spiked(model: Any, step: int, factor: float) -> torch.Tensor:
+    """A finite loss whose gradient is not, if the factor is not."""
+    loss = loss_of(model, batch(step + 50))
+    if factor != 1.0:
+        loss.register_hook(lambda grad: grad * factor)
+    return loss * 1.0
+
+
+def check_own_alone() -> None:
+    """Raises if a rank without data has the common scale grow, of which nobody had a loss."""
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    policy = gs.Dynamic(init_scale=2.0**8, growth_interval=1)
+    scaler = GradScaler("cpu", policy=policy, groups=dist.group.WORLD)
+    scaler.backward(loss_of(model, batch(0)) + 0.0, loss_id="other")
+    scaler.apply(optimizer)
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            scaler.backward(loss_of(model, batch(0)), loss_id="other")
+        scaler.apply(optimizer)
+    assert everyone((scaler.get_scale(), scaler.get_scale("other"))) == [(2.0**8, 2.0**12)] * 2
+
+
+def check_penalty() -> None:
+    """Raises if a penalty that is not finite on one rank moves the scale there alone."""
+    rank = dist.get_rank()
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**8, groups=dist.group.WORLD)
+    for step in range(3):
+        x = batch(step).requires_grad_()
+        loss = loss_of(model, x)
+        if rank == 0:
+            grown = loss * (math.inf if step == 1 else 1.0)
+            (grad,) = scaler.grad(grown, [x], create_graph=True)
+            loss = loss + grad.square().nan_to_num(0, 0, 0).sum() * 0.0
+        scaler.backward(loss)
+        scaler.apply(optimizer)
+        assert everyone(scaler.get_scale()) == [2.0**8 if step < 1 else 2.0**7] * 2
+
+
+def check_spared() -> None:
+    """Raises if a pass is left out by one rank alone, whose shard is the one that is bad."""
+    parts = fsdp2()
+    optimizer = OPTIMIZERS["fused"](parts.params)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    scaler.name(parts.call)
+    for step in range(3):
+        for part in range(2):
+            loss = loss_of(parts.call, batch(2 * step + part))
+            bad = step == 1 and part == 0 and dist.get_rank() == 1
+            hooks = [_spoil_after(param) for param in parts.params] if bad else []
+            scaler.backward(loss / 2, spare=True)
+            for hook in hooks:
+                hook.remove()
+        outcome = scaler.apply(optimizer)
+        told = everyone((bool(outcome.applied), int(outcome.dropped), scaler.get_scale()))
+        assert told[0] == told[1] == (True, int(step == 1), 2.0**8 if step < 1 else 2.0**7)
+
+
+def _spoil_after(param: nn.Parameter) -> Any:
+    """Makes this rank's part of a gradient infinite as soon as it is there."""
+
+    def spoil(owner: Any) -> None:
+        owner.grad.to_local().fill_(math.inf)
+
+    return param.register_post_accumulate_grad_hook(spoil)
+
+
+def check_upper() -> None:
+    """Raises if the share of gradients near the ceiling is that of one rank alone."""
+    model = nn.Linear(8, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    policy = gs.Histogram(init_scale=2.0**8, threshold=0.3)
+    for far, expected in ((4, 2.0**8), (6, 2.0**7)):  # of 16: 0.25 and 0.375, on one rank twice
+        scaler = GradScaler("cpu", policy=policy, groups=ranks.Shards(dist.group.WORLD))
+        optimizer = optim.SGD(model.parameters(), lr=0.0)
+        x = torch.zeros(8)
+        if dist.get_rank() == 1:
+            x[:far] = 60000.0 / 2.0**8
+        scaler.backward(model(x).sum())
+        scaler.apply(optimizer)
+        assert everyone(scaler.get_scale()) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "check", ["wire", "losses", "own_scales", "unnamed", "own_alone", "penalty", "spared", "upper"]
+)
+def test_all_ranks_know_it(check: str, tmp_path: Path) -> None:
+    run_ranks(__file__, check, 2, tmp_path)
+
+
+if __name__ == "__main__":
+    ranks.main(globals())
