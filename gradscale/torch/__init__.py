@@ -8,6 +8,7 @@ except ImportError as error:
 from gradscale.torch.events import Event
 from gradscale.torch.outcome import Culprit, StepOutcome
 from gradscale.torch.precision import MixedPrecision
+from gradscale.torch.reducing import average_in_float16
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.sharded import ShardedGradScaler
 
@@ -18,4 +19,5 @@ __all__ = [
     "MixedPrecision",
     "ShardedGradScaler",
     "StepOutcome",
+    "average_in_float16",
 ]
