@@ -6,6 +6,7 @@ except ImportError as error:
     raise ImportError('gradscale.torch needs PyTorch: pip install "gradscale[torch]".') from error
 
 from gradscale.torch.events import Event
+from gradscale.torch.joining import JoinableStep
 from gradscale.torch.outcome import Culprit, StepOutcome
 from gradscale.torch.precision import MixedPrecision
 from gradscale.torch.reducing import average_in_float16
@@ -16,6 +17,7 @@ __all__ = [
     "Culprit",
     "Event",
     "GradScaler",
+    "JoinableStep",
     "MixedPrecision",
     "ShardedGradScaler",
     "StepOutcome",
