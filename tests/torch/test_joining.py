@@ -175,6 +175,18 @@ def check_accumulation() -> None:
     assert told[0][3] == 4
 
 
+def check_no_data() -> None:
+    """Raises if a rank that never had a batch does not go along."""
+    rank = dist.get_rank()
+    for way in ("apply", "step"):
+        run = Run(way=way)
+        with run.join():
+            run.train((0, 4, 3)[rank])
+        told = everyone(run.told())
+        assert told[0] == told[1] == told[2], way
+        assert told[0][:2] == (2.0**8, 0), way  # three good steps, one bad
+
+
 def check_hook() -> None:
     """Raises if averages in float16 do not go with it."""
     rank = dist.get_rank()
@@ -219,7 +231,7 @@ def check_alone() -> None:
 
 
 def test_ranks_step_together(tmp_path: Path) -> None:
-    run_ranks(__file__, "uneven next_epoch accumulation hook precision", 3, tmp_path)
+    run_ranks(__file__, "uneven next_epoch no_data accumulation hook precision", 3, tmp_path)
 
 
 def test_without_it_the_others_wait(tmp_path: Path) -> None:
