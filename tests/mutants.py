@@ -625,6 +625,41 @@ FAULTS = [
         "if not 0 <= number < 2**31:",
         "tests/test_states.py",
     ),
+    Fault(
+        "a rank that has run out of data steps with gradients of its last batch",
+        "torch/joining.py",
+        "            optimizer.zero_grad(set_to_none=True)\n",
+        "            pass\n",
+        "tests/torch/test_joining.py",
+    ),
+    Fault(
+        "moments of a rank that ran out of data stay behind",
+        "torch/joining.py",
+        "                optimizer.load_state_dict(state)\n",
+        "                pass\n",
+        "tests/torch/test_joining.py",
+    ),
+    Fault(
+        "a rank that never had a loss raises alone",
+        "torch/checking.py",
+        "if groups and self._state is None:",
+        "if False:",
+        "tests/torch/test_joining.py",
+    ),
+    Fault(
+        "gradients are divided by the number of ranks before they are added up",
+        "torch/reducing.py",
+        "return 1 << (ranks - 1).bit_length()",
+        "return ranks",
+        "tests/torch/test_reducing.py",
+    ),
+    Fault(
+        "the mean is rounded to float16",
+        "torch/reducing.py",
+        "sums.value()[0].float().div_(",
+        "sums.value()[0].div_(",
+        "tests/torch/test_reducing.py",
+    ),
 ]
 
 

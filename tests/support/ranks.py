@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
 
 def start_ranks(
-    file: str, checks: str, world: int, folder: Path, patience: int = 60, limit: int = 120
+    file: str, checks: str, world: int, folder: Path, patience: int = 120, limit: int = 400
 ) -> Ended:
     """How checks ended that ran on `world` ranks, one after the other.
 

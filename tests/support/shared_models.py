@@ -1,23 +1,14 @@
-"""Models on several ranks in every way that torch knows, and checks that run on such ranks.
-
-A file of checks ends with `main(globals())`: as a script, `python FILE RANK WORLD STORE CHECK` is
-one rank that runs `check_CHECK`, and `run_ranks` starts as many of these as it is told.
-"""
+"""A model on several ranks, in every way that torch knows."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -253,42 +244,3 @@ def spoil(params: list[nn.Parameter], fault: str) -> None:
 def _is_summand(grad: Any) -> bool:
     """Whether all ranks must take part in whatever becomes of `grad`."""
     return any(each.is_partial() for each in getattr(grad, "placements", ()))
-
-
-def everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def run_ranks(file: str, check: str, world: int, folder: Path, timeout: int = 300) -> None:
-    """Runs a check of `file` on several ranks; fails if one of them does."""
-    paths = [".", "tests/support"]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", file, str(rank), str(world), str(folder), check],
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        errors = [rank.communicate(timeout=timeout)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(errors)[-4000:]
-
-
-def main(names: dict[str, Any]) -> None:
-    """Runs one of the checks among `names` on this rank."""
-    _, this, size, store, what = sys.argv
-    where = f"file://{store}/{what}"
-    dist.init_process_group("gloo", init_method=where, rank=int(this), world_size=int(size))
-    torch.set_num_threads(1)
-    names[f"check_{what}"]()
-    dist.barrier()
-    os._exit(0)

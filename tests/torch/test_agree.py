@@ -11,25 +11,26 @@ import pytest
 import torch
 from torch import nn, optim
 
-import ranks
+import shared_models
 from gradscale.torch import GradScaler
-from ranks import HOW, OPTIMIZERS, Setup, batch, everyone, loss_of, net, run_ranks, spoil
+from ranks import be_a_rank, everyone, run_ranks
+from shared_models import HOW, OPTIMIZERS, Setup, batch, loss_of, net, spoil
 
 CLIP = 0.3
 FAULTS = ("none", "inf", "nan", "no gradient")
 WAYS = ("apply", "step", "clip")
 ON_TWO = (
-    ranks.ddp,
-    ranks.fsdp2,
-    ranks.fsdp1,
-    ranks.by_torchs_name,
-    ranks.tensor_parallel,
-    ranks.mixed_placements,
-    ranks.pipeline,
-    ranks.zero,
-    ranks.given,
+    shared_models.ddp,
+    shared_models.fsdp2,
+    shared_models.fsdp1,
+    shared_models.by_torchs_name,
+    shared_models.tensor_parallel,
+    shared_models.mixed_placements,
+    shared_models.pipeline,
+    shared_models.zero,
+    shared_models.given,
 )
-ON_FOUR = (ranks.hsdp, ranks.hybrid, ranks.grid)
+ON_FOUR = (shared_models.hsdp, shared_models.hybrid, shared_models.grid)
 
 
 def train(
@@ -111,7 +112,7 @@ def check_cells(setups: Any, faults: Any = FAULTS, ways: Any = WAYS) -> None:
     world = torch.distributed.get_world_size()
     for make_setup in setups:
         for kind, make in OPTIMIZERS.items():
-            if make_setup is ranks.zero and kind != "foreach":
+            if make_setup is shared_models.zero and kind != "foreach":
                 continue
             for fault in faults:
                 for way in ways:
@@ -139,13 +140,13 @@ def check_faulty() -> None:
     """Raises if the comparison does not notice a rank that decides for itself."""
 
     def apart() -> Setup:
-        return ranks.ddp()._replace(named=None, groups=None)
+        return shared_models.ddp()._replace(named=None, groups=None)
 
     with pytest.raises(AssertionError, match="apart, fused, inf, apply"):
         check_cells([apart], ["inf"], ["apply"])
 
     def skewed() -> Setup:
-        parts = ranks.ddp()
+        parts = shared_models.ddp()
         with torch.no_grad():
             parts.params[0][0, 0] += 1e-4  # ten times the bound
         return parts
@@ -156,8 +157,8 @@ def check_faulty() -> None:
 
 @pytest.mark.parametrize(("check", "world"), [("matrix", 2), ("grid", 4), ("faulty", 2)], ids=str)
 def test_every_way_to_share_a_model(check: str, world: int, tmp_path: Path) -> None:
-    run_ranks(__file__, check, world, tmp_path, timeout=400)
+    run_ranks(__file__, check, world, tmp_path)
 
 
 if __name__ == "__main__":
-    ranks.main(globals())
+    be_a_rank(globals())

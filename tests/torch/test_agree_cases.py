@@ -17,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradscale as gs
-import ranks
+import shared_models
 from gradscale.errors import SettingError
 from gradscale.torch import GradScaler, agree
 from gradscale.torch.agree import Agreement, Shards
-from ranks import OPTIMIZERS, WIDTH, batch, everyone, loss_of, net, run_ranks
+from ranks import be_a_rank, everyone, run_ranks
+from shared_models import OPTIMIZERS, WIDTH, batch, loss_of, net
 
 
 def check_stages() -> None:
@@ -111,7 +112,7 @@ def check_asks() -> None:
 
 def check_same() -> None:
     """Raises if ranks that see the same batch are not, to the bit, what one process is."""
-    for make_setup in (ranks.ddp, ranks.fsdp2, ranks.fsdp1):
+    for make_setup in (shared_models.ddp, shared_models.fsdp2, shared_models.fsdp1):
         for make in OPTIMIZERS.values():
             for way in ("apply", "step"):
                 setup, model = make_setup()._replace(shares=1), net()
@@ -325,22 +326,10 @@ def check_closure() -> None:
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        "stages",
-        "together",
-        "uneven",
-        "asks",
-        "same",
-        "sparse",
-        "experts",
-        "frozen",
-        "calibrate",
-        "closure",
-    ],
+    "checks", ["stages together uneven asks closure", "same sparse experts frozen calibrate"]
 )
-def test_two_ranks(check: str, tmp_path: Path) -> None:
-    run_ranks(__file__, check, 2, tmp_path)
+def test_two_ranks(checks: str, tmp_path: Path) -> None:
+    run_ranks(__file__, checks, 2, tmp_path)
 
 
 def test_large_groups_gather_in_two_rounds(tmp_path: Path) -> None:
@@ -367,4 +356,4 @@ def test_one_rank_asks_nobody() -> None:
 
 
 if __name__ == "__main__":
-    ranks.main(globals())
+    be_a_rank(globals())

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch import optim
 
-import ranks
 from gradscale.errors import StateError
-from gradscale.torch import GradScaler, agree
-from ranks import batch, everyone, loss_of, net, run_ranks
+from gradscale.torch import GradScaler, agree, drift
+from ranks import be_a_rank, everyone, run_ranks
+from shared_models import batch, loss_of, net
 
 
 def check_drift(odd: int = 1) -> None:
@@ -32,26 +32,26 @@ def check_drift(odd: int = 1) -> None:
                 scaler.backward(loss_of(model, batch(step)))
                 scaler.apply(opt)
 
-        steps(70)
+        steps(drift.EVERY + 6)
         if rank == odd:
             scaler.update(2.0**5)
         if repair:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                steps(130)
+                steps(2 * drift.EVERY + 2)
             texts = everyone([str(one.message) for one in told])
             assert all(any("differed from that of rank" in text for text in each) for each in texts)
             assert any(str(odd) in text for text in texts[odd])
             assert len(set(everyone(scaler._scale.item()))) == 1
         else:
             with pytest.raises(StateError, match="differs from that of rank") as raised:
-                steps(200)
+                steps(3 * drift.EVERY)
             assert str(odd) in everyone(str(raised.value))[odd]
 
 
 def check_rounds() -> None:
     """Raises if ranks that gather in two rounds do not all hear of it."""
-    agree.LARGE = 3
+    agree.LARGE, drift.EVERY = 3, 8
     for odd in (1, 2, 3):
         check_drift(odd)
 
@@ -62,4 +62,4 @@ def test_scales_that_differ_are_noticed(check: str, world: int, tmp_path: Path) 
 
 
 if __name__ == "__main__":
-    ranks.main(globals())
+    be_a_rank(globals())
