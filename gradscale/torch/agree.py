@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscale.errors import CallOrderError, SettingError, caller_level
+from gradscale.torch import kernels
+from gradscale.torch.shards import all_plain
 from gradscale.torch.unscale import move, read_all, values_of
 
 AUTO = "auto"
@@ -141,7 +143,9 @@ class Agreement:
                 "it before destroy_process_group()."
             )
         if self._auto:
-            for mesh in {_mesh_of(param): None for param in params} if params else ():
+            several = list(params)
+            meshes = {} if all_plain(several) else {_mesh_of(param): None for param in several}
+            for mesh in meshes:
                 for process in () if mesh is None else mesh.get_all_groups():
                     if all(known.process is not process for known in found):
                         found.append(Group(process))
@@ -168,7 +172,10 @@ def part_of_norm(
 
     A gradient of which several ranks have copies is counted by the first of them.
     """
-    mine = [param for param in params if _counts(param, groups)]
+    if all_plain(params) and all(group.of is None for group in groups):
+        mine = list(params) if not params or _counts(params[0], groups) else []
+    else:
+        mine = [param for param in params if _counts(param, groups)]
     if len(mine) == len(params):
         return norm.float()
     if not mine:
@@ -193,20 +200,20 @@ Marks = list[tuple[Any, Tensor]]
 """Process groups, and the mark of each of their ranks."""
 
 
-def settle(reports: Sequence[Report], groups: Sequence[Group]) -> tuple[list[Report], Marks]:
-    """What all ranks found together, of each loss; and the marks of the ranks of every group.
+def settle(words: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Marks]:
+    """What all ranks found together, and the marks of the ranks of every group.
 
-    One collective for each group, or two for a large one.
+    `words` are those of this rank's reports: a row for its gradients, and one for each loss with a
+    scale of its own; so is what comes back. One collective for each group, or two for a large one.
     """
     marks: Marks = []
-    together = list(reports)
-    shape = len(together), len(Report._fields)
     for process in _rounds(groups):
-        words = torch.stack([word for report in together for word in report])
-        rows = _gathered(words, process).view(-1, *shape)
+        rows = _gathered(words.reshape(-1), process).view(-1, *words.shape)
         marks.append((process, rows[:, 0, Report._fields.index("mark")]))
-        together = [_together(rows[:, place]) for place in range(len(together))]
-    return together, marks
+        # The same on all ranks to the bit, whichever path the rest of their step takes.
+        fold = kernels.agreeing().fold if kernels.take(rows.device) else together
+        words = fold(rows)
+    return words, marks
 
 
 def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -216,24 +223,24 @@ def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
     return values
 
 
-def _together(rows: Tensor) -> Report:
-    """What the `rows` of all ranks say together; in this order on every rank."""
-    words = Report(*rows.unbind(1))
-    amax, norm, mark = words.amax, words.norm, words.mark
+def together(rows: Tensor) -> Tensor:
+    """What the `rows` of all ranks (ranks, reports, words) say together."""
+    words = Report(*rows.unbind(2))
+    norm, mark = words.norm, words.mark
     # By the largest, because squares may overflow where the root does not.
-    top = norm.amax()
-    safe = torch.where(top > 0, top, torch.ones_like(top))
-    length = safe * (norm / safe).square().sum().sqrt()
-    length = torch.where(torch.isfinite(top), torch.where(top > 0, length, top), top)
-    return Report(*rows.amax(0).unbind())._replace(
-        amax=torch.where(torch.isnan(amax).any(), torch.inf, amax.amax()),
-        norm=length,
-        near=words.near.sum(),
-        elements=words.elements.sum(),
+    top = torch.where(torch.isnan(norm), torch.inf, norm).amax(0)
+    safe = torch.where((top > 0) & torch.isfinite(top), top, torch.ones_like(top))
+    length = safe * (norm / safe).square().sum(0).sqrt()
+    found = Report(*rows.amax(0).unbind(1))._replace(
+        amax=torch.where(torch.isnan(words.amax), torch.inf, words.amax).amax(0),
+        norm=torch.where(torch.isfinite(top), length, top),
+        near=words.near.sum(0),
+        elements=words.elements.sum(0),
         # Ranks that gather with one of these later must hear of a difference, too.
-        mark=torch.where((mark == mark[0]).all(), mark[0], -1.0),
-        rank=words.rank.amin(),
+        mark=torch.where((mark == mark[0]).all(0), mark[0], -1.0),
+        rank=words.rank.amin(0),
     )
+    return torch.stack(found, dim=1)
 
 
 def _gathered(words: Tensor, process: Any) -> Tensor:

@@ -118,13 +118,7 @@ class Applying(Fast):
             )
         max_norm = math.inf if clip_norm is None else clip_norm
         groups = self._who(optimizers)
-        alone = not groups
-        if (
-            alone
-            and clip_value is None
-            and len(optimizers) == 1
-            and isinstance(optimizers[0], OnePass)
-        ):
+        if clip_value is None and len(optimizers) == 1 and isinstance(optimizers[0], OnePass):
             record = self._step_fast(optimizers, window, None, max_norm, keep)
             if record is not None:
                 return record
@@ -132,11 +126,11 @@ class Applying(Fast):
         params = lists[0]
         if len(lists) > 1:
             params = list({id(p): p for each in lists for p in each}.values())
-        if not params and alone:
+        if not params and not groups:
             self._step_nothing(optimizers, window)
             return None
         unshared = len(params) == sum(map(len, lists))
-        if alone and clip_value is None and unshared:
+        if params and clip_value is None and unshared:
             record = self._step_fast(optimizers, window, params, max_norm, keep)
             if record is not None:
                 return record

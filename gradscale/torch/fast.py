@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradscale.policy import Dynamic, Headroom, Off, Static
 from gradscale.torch import kernels
+from gradscale.torch.agree import Group, Report, part_of_norm, settle
 from gradscale.torch.contract import is_capable, step_on_device, writes_back
 from gradscale.torch.events import Move, Record
 from gradscale.torch.keeper import LOSSES, STEPS
@@ -34,9 +36,12 @@ from gradscale.torch.outcome import (
     value_at,
 )
 from gradscale.torch.stepping import Stepping, mark_in_stream
-from gradscale.torch.unscale import multiply, params_with_grad
+from gradscale.torch.unscale import grads_of, multiply, params_with_grad
 from gradscale.torch.window import Window
 
+NORM = 3
+"""Where the norm is in a summary of `reading`."""
+BAD_LOSS, RANK = Report._fields.index("bad_loss"), Report._fields.index("rank")
 _FEW = 4
 """Tables that are read one by one rather than looked for once more, as one."""
 _SLOTS = 1024
@@ -72,11 +77,13 @@ class Fast(Stepping):
             return None
         if self._per_optimizer_states or not all(map(is_capable, optimizers)):
             return None
+        if self._losses and self._who(optimizers):  # each of which has a word to say
+            return None
         try:
             if params is None:
                 place, params = _planned(optimizers[0])
             else:
-                place = kernels.locate(params, [param.grad for param in params])
+                place = kernels.locate(params, grads_of(params))
             if place is None or place.keys[0][0] != device:
                 return None
             return self._step_at(place, optimizers, window, params, max_norm, keep)
@@ -102,17 +109,17 @@ class Fast(Stepping):
         wide = all(dtype is torch.float32 for _, dtype in place.keys)
         at_once = wide and math.isinf(max_norm) and all(map(writes_back, optimizers))
         row, told = self._row(optimizers[0], window.scale), self._slot(window.scale.device)
-        question = self._question(window)
-        values, numbers = kernels.reading().read_and_decide(
-            place.groups,
-            window.scale,
-            max_norm,
-            smallest_normal,
-            at_once,
-            row,
-            question,
-            told,
-        )
+        groups = self._who(optimizers)
+        how = (max_norm, smallest_normal, at_once)
+        if groups:
+            values, numbers, bad_rank = self._decide_with(
+                groups, place, window, params, how, row, told
+            )
+        else:
+            bad_rank = None
+            values, numbers = kernels.reading().read_and_decide(
+                place.groups, window.scale, *how, row, self._question(window), told
+            )
         divisor, skipped = None if at_once else values[DIVISOR], values[SKIP]
         try:
             for optimizer in optimizers:
@@ -150,12 +157,43 @@ class Fast(Stepping):
             scale=window.scale,
             _format=self._format,
             _floor=getattr(self._policy, "min_scale", 0.0),
+            bad_rank=bad_rank,
             _blame=self._blame_later(optimizers, params, measured),
             _done=done,
             **known,
         )
         self._tell(optimizers, outcome)
         return self._told_by_kernel(told, done)
+
+    def _decide_with(
+        self,
+        groups: Sequence[Group],
+        place: kernels.Place,
+        window: Window,
+        params: list[Tensor],
+        how: tuple[float, float | None, bool],
+        row: Tensor,
+        told: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `read_and_decide` says, with what other ranks found; and the lowest bad rank."""
+        max_norm, smallest_normal, at_once = how
+        self._drift.check(self._live("apply()"))
+        summary, numbers = kernels.reading().summarized(
+            place.groups, window.inv_scale, max_norm, smallest_normal, at_once
+        )
+        # Of gradients that are unscaled by now there is nothing more to unscale.
+        left = torch.ones_like(window.scale) if at_once else window.inv_scale
+        part = part_of_norm(params, groups, summary[NORM], left)
+        agreeing, mark = kernels.agreeing(), self._drift.mark(self._live("apply()"))
+        words = agreeing.report(summary, part, window.loss_finite, mark, dist.get_rank())
+        words, marks = settle(words, groups)
+        self._drift.take(marks)
+        window.loss_finite = words[0, BAD_LOSS] == 0
+        question = self._question(window)
+        values = agreeing.decide_together(
+            words, summary, window.scale, max_norm, row, question, told
+        )
+        return values, numbers, words[0, RANK]
 
     def _advance_headroom(self, values: Tensor, window: Window, told: Tensor) -> None:
         """Moves the scale by `Headroom`, once a kernel has decided about the step."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradscale.errors import SettingError
+from gradscale.torch.shards import all_plain
 
 if TYPE_CHECKING:
     from gradscale.torch._triton.tables import Table
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 PATHS = ("auto", "triton", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _KEPT_TABLES = 64
-
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 _path = "auto"
 _tables: OrderedDict[Any, Table] = OrderedDict()
@@ -71,9 +70,7 @@ def fit(values: Values) -> bool:
         return False
     if not take(next(iter(devices))):
         return False
-    return all(
-        type(value) in _PLAIN and dense(value) for group in values.values() for value in group
-    )
+    return all(all_plain([value]) and dense(value) for group in values.values() for value in group)
 
 
 def dense(tensor: Tensor) -> bool:
@@ -122,7 +119,7 @@ class Spots(NamedTuple):
 def spots_of(tensors: Sequence[Any]) -> Spots | None:
     """Where `tensors` lie; None if one is missing, sparse, or of a kind of its own."""
     # A subclass (DTensor, say) need not keep its numbers where its address says.
-    if not set(map(type, tensors)) <= _PLAIN:
+    if not all_plain(tensors):
         return None
     try:
         return spots_of_plain(tensors)
@@ -228,6 +225,13 @@ def reading() -> Any:
     from gradscale.torch._triton import reading
 
     return reading
+
+
+def agreeing() -> Any:
+    """The module with the kernels of what ranks tell one another."""
+    from gradscale.torch._triton import agreeing
+
+    return agreeing
 
 
 def writing() -> Any:

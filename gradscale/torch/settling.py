@@ -45,7 +45,9 @@ class Settling(Scaling):
         losses = self._losses_here(window)
         mine = self._report(optimizers, window, norm)
         own = [self._report_of(loss, optimizers) for loss in losses]
-        (told, *others), marks = settle([mine, *own], groups)
+        words = torch.stack([word for report in (mine, *own) for word in report])
+        rows, marks = settle(words.view(-1, len(Report._fields)), groups)
+        told, *others = (Report(*row.unbind()) for row in rows)
         self._drift.take(marks)
         for loss, report in zip(losses, others, strict=True):
             loss.finite, loss.loss_finite = report.found == 0, report.bad_loss == 0

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradscale.torch import kernels
+from gradscale.torch.shards import all_plain, local_grad
 
 # A norm is taken of values times 2**-100, 1 or 2**100, whichever keeps the squares within float32.
 _LARGE, _SMALL, _SHIFT = 2.0**40, 2.0**-30, 2.0**100
@@ -90,9 +91,7 @@ def values_of(params: Iterable[Tensor]) -> Values:
     """
     dense = []
     for param in params:
-        grad = param.grad
-        if hasattr(grad, "device_mesh"):
-            grad = _local_part(param)
+        grad = local_grad(param)
         if grad is not None and grad.layout is torch.sparse_coo:
             param.grad = grad.coalesce()
             grad = param.grad._values()
@@ -103,24 +102,17 @@ def values_of(params: Iterable[Tensor]) -> Values:
     return grouped(dense)
 
 
-def _local_part(param: Tensor) -> Tensor:
-    """This rank's part of a gradient that is a DTensor, in the same memory.
-
-    One that is shared out other than its parameter, such as summands that nobody has added up yet,
-    is replaced first by one that is not.
-    """
-    grad: Any = param.grad
-    wanted: Any = getattr(param, "placements", grad.placements)
-    if grad.placements != wanted:
-        grad = param.grad = grad.redistribute(placements=wanted)
-    part: Any = grad._local_tensor
-    return part.wait() if hasattr(part, "wait") else part
+def grads_of(params: list[Tensor]) -> list[Any]:
+    """What this rank has of the gradient of each of `params`."""
+    if all_plain(params):
+        return [param.grad for param in params]
+    return [local_grad(param) for param in params]
 
 
 def gradients_of(params: list[Tensor]) -> Gradients:
     """Where the gradients of `params` lie, if kernels can take them, and else their numbers."""
     if params and kernels.take(params[0].device):
-        place = kernels.locate(params, [param.grad for param in params])
+        place = kernels.locate(params, grads_of(params))
         if place is not None:
             return place
     return values_of(params)
@@ -276,6 +268,8 @@ def read_all(
 
 def norm_of(total: Tensor, inv_scale: Tensor, max_norm: float) -> Norm:
     """What clips gradients that have this norm, unscaled, all ranks together."""
+    if math.isinf(max_norm):
+        return Norm(total, inv_scale)
     return Norm(total, inv_scale * torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -31,16 +32,23 @@ class Ended(NamedTuple):
 
 
 def start_ranks(
-    file: str, checks: str, world: int, folder: Path, patience: int = 120, limit: int = 400
+    file: str,
+    checks: str,
+    world: int,
+    folder: Path,
+    patience: int = 120,
+    limit: int = 400,
+    **settings: str,
 ) -> Ended:
     """How checks ended that ran on `world` ranks, one after the other.
 
     Args:
         patience: Seconds that a rank waits for another before it raises.
         limit: Seconds after which those that still run are ended.
+        settings: Variables of their environment.
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **settings}
     words = [str(world), str(folder), checks, str(patience)]
     ranks = [
         subprocess.Popen(
@@ -67,17 +75,21 @@ def start_ranks(
     return Ended(codes, "\n".join(errors))
 
 
-def run_ranks(file: str, checks: str, world: int, folder: Path) -> None:
+def run_ranks(file: str, checks: str, world: int, folder: Path, **settings: str) -> None:
     """Runs checks on `world` ranks; fails if one of them does."""
-    ended = start_ranks(file, checks, world, folder)
-    assert ended.codes == [0] * world, ended.errors[-4000:]
+    ended = start_ranks(file, checks, world, folder, **settings)
+    assert ended.codes == [0] * world, f"{ended.codes}: {ended.errors[-4000:]}"
 
 
 def be_a_rank(checks: Mapping[str, Any]) -> None:
     """Runs the checks that this process was started for."""
     _, this, size, store, what, patience = sys.argv
+    if os.environ.get("RANKS_DEVICE") == "cuda":
+        torch.cuda.set_device(0)  # which all of them share
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     dist.init_process_group(
-        "gloo",
+        os.environ.get("RANKS_BACKEND", "gloo"),
         init_method=f"file://{store}/{what.replace(' ', '-')}",
         rank=int(this),
         world_size=int(size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ from gradscale.torch import GradScaler, ShardedGradScaler
 from gradscale.torch.agree import Shards
 from gradscale.torch.optim import AdamW
 
+DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
+"""Where the models are: on a GPU, which ranks share, if `run_ranks` was told so."""
 WIDTH, BATCH = 8, 8
 # With so large an eps small errors of gradients stay small errors of weights.
 HOW = {"lr": 0.1, "eps": 0.1}
@@ -57,11 +60,11 @@ class Net(nn.Module):
 
 def net(norm: bool = True) -> Net:
     torch.manual_seed(0)
-    return Net(norm)
+    return Net(norm).to(DEVICE)
 
 
 def batch(step: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(DEVICE)
 
 
 def error_of(y: Tensor, x: Tensor) -> Tensor:
@@ -121,14 +124,14 @@ def given() -> Setup:
 def fsdp2(mesh: Any = None) -> Setup:
     """Sharded over all ranks, or, over a mesh of two dimensions, sharded and copied."""
     model = net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),)) if mesh is None else mesh
     fully_shard(model.wide, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Setup(model, list(model.parameters()))
 
 
 def hsdp() -> Setup:
-    return fsdp2(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    return fsdp2(init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("copies", "shards")))
 
 
 def fsdp1(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, groups: Any = None) -> Setup:
@@ -138,14 +141,14 @@ def fsdp1(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, groups: Any 
             net(),
             process_group=groups,
             sharding_strategy=strategy,
-            device_id=torch.device("cpu"),
+            device_id=DEVICE,
             use_orig_params=True,
         )
     return Setup(model, list(model.parameters()), named=model)
 
 
 def hybrid() -> Setup:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("copies", "shards"))
     return fsdp1(ShardingStrategy.HYBRID_SHARD, (mesh.get_group(1), mesh.get_group(0)))
 
 
@@ -160,7 +163,7 @@ def tensor_parallel(mesh: Any = None) -> Setup:
     Without the norm: torch's fused optimizers do not take plain tensors beside DTensors.
     """
     model = net(norm=False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),)) if mesh is None else mesh
     plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
     parallelize_module(model, mesh, plan)
     return Setup(model, list(model.parameters()), shares=1, norm=False)
@@ -169,7 +172,7 @@ def tensor_parallel(mesh: Any = None) -> Setup:
 def mixed_placements() -> Setup:
     """Rows, columns, copies, and a norm of whose gradient every rank has a summand."""
     model = net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     plan = {
         "wide": ColwiseParallel(),
         "narrow": RowwiseParallel(output_layouts=Shard(0)),
@@ -183,7 +186,7 @@ def mixed_placements() -> Setup:
 
 def grid() -> Setup:
     """Tensor parallel, and sharded over the other dimension of the mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("data", "tensor"))
     parts = tensor_parallel(mesh["tensor"])
     fully_shard(parts.call, mesh=mesh["data"])
     return parts._replace(params=list(parts.call.parameters()), shares=2)
@@ -204,7 +207,7 @@ def pipeline() -> Setup:
     """Two stages, of which the last one has the loss."""
     rank, model = dist.get_rank(), net()
     stages = [nn.Sequential(model.wide, nn.Tanh()), nn.Sequential(model.narrow, model.norm)]
-    place = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
+    place = PipelineStage(stages[rank], rank, 2, DEVICE)
 
     def own(whole: Net) -> list[nn.Parameter]:
         layers = [whole.narrow, whole.norm] if rank else [whole.wide]

@@ -180,6 +180,24 @@ Groups = Sequence[tuple[torch.dtype, Table]]
 """Formats, and where the tensors of each lie."""
 
 
+def summarized(
+    groups: Groups,
+    inv_scale: Tensor,
+    max_norm: float = float("inf"),
+    smallest_normal: float | None = None,
+    unscale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What the tensors of `groups` are like together (`Summary`), and the numbers of every tensor.
+
+    As in `read`, which takes these apart.
+    """
+    summary = torch.empty(7, dtype=torch.float32, device=inv_scale.device)
+    nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 2)
+    end = (False, False, False)
+    numbers = _launch(groups, inv_scale, max_norm, smallest_normal, unscale, summary, nothing, end)
+    return summary, numbers
+
+
 def read(
     groups: Groups,
     inv_scale: Tensor,
@@ -196,10 +214,7 @@ def read(
         smallest_normal: Below it an element underflows; None does not measure that.
         unscale: Whether to multiply them by `inv_scale` in place, as they are looked at.
     """
-    summary = torch.empty(7, dtype=torch.float32, device=inv_scale.device)
-    nothing = (*[inv_scale] * 8, *[0.0] * 2, *[0] * 2, *[0.0] * 3, *[0] * 2, *[inv_scale] * 2)
-    end = (False, False, False)
-    numbers = _launch(groups, inv_scale, max_norm, smallest_normal, unscale, summary, nothing, end)
+    summary, numbers = summarized(groups, inv_scale, max_norm, smallest_normal, unscale)
     return Summary(*summary.unbind()), numbers[:, 1:3]
 
 

@@ -22,6 +22,7 @@ from gradscale.errors import SettingError, caller_level
 from gradscale.torch import kernels
 from gradscale.torch.optim import masters
 from gradscale.torch.optim.plan import Members, Plan
+from gradscale.torch.shards import all_plain, lay_out, local, local_grad
 from gradscale.torch.ties import OptimizerTie
 
 if TYPE_CHECKING:
@@ -198,8 +199,8 @@ class OnePass(torch.optim.Optimizer):
         if odd is not None:
             return odd
         for param in params:
-            _lay_out(param)
-        grads = [param.grad for param in params]
+            lay_out(param)
+        grads = [local_grad(param) for param in params]
         members = []
         numbers = {id(param): number for number, param in enumerate(params)}
         for group, names in zip(self.param_groups, self._rows(self.param_groups), strict=True):
@@ -262,29 +263,32 @@ class OnePass(torch.optim.Optimizer):
     # torch's own step.
 
     def _step_by_torch(self) -> None:
-        """Takes torch's own step, with masters in the place of their weights."""
+        """Takes torch's own step, with masters, and parts of DTensors, in the place of weights."""
         # Without the wrapper that calls the hooks, which our own step has called already.
         step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
         # torch's fused step on the CPU takes everything for flat memory in the same order.
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    _lay_out(param)
+                    lay_out(param)
                     if self.state.get(param):
                         self._state_of(param, group)
-        with self._masters_in_place():
+        with self._stands_in_place():
             step(self)
 
     @contextmanager
-    def _masters_in_place(self) -> Iterator[None]:
-        """Has masters stand where their weights are, and writes the weights afterwards."""
+    def _stands_in_place(self) -> Iterator[None]:
+        """Has plain float32 tensors stand where half weights and DTensors are.
+
+        Torch's fused steps take no DTensors beside plain tensors, and that of SGD takes none.
+        """
         lists = [group["params"] for group in self.param_groups]
         stands: dict[int, tuple[Tensor, Tensor]] = {}
         try:
             for group, params in zip(self.param_groups, lists, strict=True):
                 for param in params:
-                    half = param.dtype in masters.HALVES and param.grad is not None
-                    if half and id(param) not in stands:
+                    odd = param.dtype in masters.HALVES or not all_plain([param])
+                    if odd and param.grad is not None and id(param) not in stands:
                         stands[id(param)] = param, self._stand_for(param, group)
             for group, params in zip(self.param_groups, lists, strict=True):
                 group["params"] = [stands.get(id(p), (p, p))[1] for p in params]
@@ -296,21 +300,32 @@ class OnePass(torch.optim.Optimizer):
                 self._write_back(param, stand)
 
     def _stand_for(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """The master of `param`, with its gradient and its state."""
+        """What is stepped in the place of `param`, with its gradient and its state."""
         state = self._state_of(param, group)
-        stand = masters.master_of(param, state)
-        stand.grad = param.grad.float()  # type: ignore[union-attr]
+        stand = local(param).detach()
+        grad = local_grad(param)
+        if param.dtype in masters.HALVES:
+            stand, grad = local(masters.master_of(param, state)), grad.float()
+        stand.grad = grad
         kept = (masters.WHOLE, masters.LOW)
-        self.state[stand] = {k: v for k, v in state.items() if k not in kept}
+        self.state[stand] = {k: local(v) for k, v in state.items() if k not in kept}
         return stand
 
     def _write_back(self, param: Tensor, stand: Tensor) -> None:
         """Takes what became of `stand` over into `param` and its state."""
-        self.state[param].update(self.state.pop(stand))
-        if self._unscale_grads and param.grad is not None and stand.grad is not None:
-            param.grad.copy_(stand.grad)
+        state = self.state[param]
+        # What a DTensor has of it was written to already.
+        made = self.state.pop(stand).items()
+        state.update({name: value for name, value in made if local(state.get(name)) is not value})
+        half = param.dtype in masters.HALVES
+        if half and self._unscale_grads and param.grad is not None and stand.grad is not None:
+            local_grad(param).copy_(stand.grad)
         stand.grad = None
-        masters.put(param, self.state[param], stand, self._master)
+        if half:
+            here = {name: local(value) for name, value in state.items()}
+            masters.put(local(param), here, stand, self._master)
+        if not all_plain([param]):
+            torch.autograd.graph.increment_version([param])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does, also for compiled functions."""
@@ -377,23 +392,13 @@ def always_fused(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "fused": True}
 
 
-def _lay_out(param: Tensor) -> None:
-    """Replaces a dense gradient that is laid out other than `param` by a copy that is not."""
-    grad: Any = param.grad
-    if grad.layout is not torch.strided or grad.dtype is not param.dtype:
-        return
-    flat = grad.is_contiguous() and param.is_contiguous()
-    if not flat and grad.stride() != param.stride():
-        param.grad = torch.empty_like(param).copy_(grad)
-
-
 def _odd_param(param: Tensor) -> str | None:
     """What the kernel does not do of `param` with its gradient; None if it does all."""
-    grad: Any = param.grad
+    grad, here = local_grad(param), local(param)
     if param.dtype not in kernels.DTYPES:
         return "the kernel takes float32, float16 and bfloat16 parameters"
     if grad.layout is not torch.strided:
         return "the kernel takes dense gradients"
-    if grad.dtype is not param.dtype or grad.shape != param.shape:
+    if grad.dtype is not here.dtype or grad.shape != here.shape:
         return "the kernel takes gradients of the format and shape of their parameters"
-    return None if kernels.dense(param) else "the kernel takes parameters without gaps"
+    return None if kernels.dense(here) else "the kernel takes parameters without gaps"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradscale.torch import kernels
 from gradscale.torch.kernels import Spots
+from gradscale.torch.shards import all_plain, local, local_grad, locals_of
 
 if TYPE_CHECKING:
     from gradscale.torch._triton.tables import Table
@@ -38,10 +39,11 @@ class Members:
         names: Sequence[str],
     ) -> None:
         self.group = group
-        self.params = params
         self.states = states
         self.dtype = params[0].dtype
-        self.table: Table = kernels.new_table([p.numel() for p in params], params[0].device)
+        self._sharded = not all_plain(params)
+        here = locals_of(params)
+        self.table: Table = kernels.new_table([p.numel() for p in here], params[0].device)
         """Rows of addresses: gradients, parameters, and the states called `names`."""
         self._places = places
         """Where they are among all parameters of the plan."""
@@ -50,11 +52,12 @@ class Members:
         """The states, so that no other tensor comes to lie where one of them lies."""
         self._addresses = list(map(Tensor.data_ptr, self._held))
         rows = [self._addresses[row :: len(names)] for row in range(len(names))]
-        self._fixed = [*[param.data_ptr() for param in params], *chain.from_iterable(rows)]
+        self._fixed = [*[param.data_ptr() for param in here], *chain.from_iterable(rows)]
 
     def _states(self) -> Iterator[Tensor]:
-        """The states that the kernel takes, parameter by parameter."""
-        return chain.from_iterable(map(self._pick, self.states))
+        """The states that the kernel takes, parameter by parameter, as far as they are here."""
+        states = chain.from_iterable(map(self._pick, self.states))
+        return map(local, states) if self._sharded else states
 
     def stand(self) -> bool:
         """Whether the states still lie where they lay."""
@@ -92,7 +95,8 @@ class Plan:
         self._lists = [list(group["params"]) for group in groups]
         chosen = set(map(id, params))
         self._idle = [p for each in self._lists for p in each if id(p) not in chosen]
-        self._spots = kernels.spots_of_plain(params)
+        self._sharded = not all_plain(params)
+        self._spots = kernels.spots_of_plain(locals_of(params))
         self._states = list(state.values())
         self._sizes: list[int] = []
         """Bytes of the gradients."""
@@ -101,7 +105,7 @@ class Plan:
         """Of the parameters, when we looked at them or wrote to them last."""
 
     def point_to(self, grads: list[Any]) -> bool:
-        """Takes the addresses of `grads`; False if they are not like those before."""
+        """Takes the addresses of `grads`, this rank's; False if they are not like those before."""
         known = self._grads
         try:
             spots: Spots | None = kernels.spots_of_plain(grads)
@@ -132,7 +136,8 @@ class Plan:
                 return False
         if any(param.grad is not None for param in self._idle):
             return False
-        return self.point_to(list(map(_GRAD, self.params)))
+        get = local_grad if self._sharded else _GRAD
+        return self.point_to(list(map(get, self.params)))
 
     def stands(self, state: dict[Any, dict[str, Any]]) -> bool:
         """Whether the parameters and their states lie where they lay."""
@@ -140,7 +145,8 @@ class Plan:
             return False
         if not all(some.stand() for some in self.members):
             return False
-        return kernels.spots_of_plain(self.params) == self._spots
+        here = locals_of(self.params) if self._sharded else self.params
+        return kernels.spots_of_plain(here) == self._spots
 
     def note_written(self, watch: bool) -> None:
         """Tells autograd that the parameters have changed: a kernel leaves no trace of it.
