@@ -6,7 +6,6 @@ What is found stays on the device, in torch's `found_inf_per_device` and beside 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,9 +106,7 @@ class Checking(Settling):
                 window = self._made = self._renew()  # scaled by hand, with get_scale(), or zeros
                 amax = read(values_of(params), window.inv_scale).amax
                 window.blank = None if amax is None or idle or staged else amax == 0
-        seen = self._seen
-        if key not in seen or seen[key]() is not optimizer:
-            seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
+        self._watch(optimizer)
         self._held[key] = optimizer
         if window.spared:
             weigh_up(params_with_grad(optimizer), window)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gradscale.errors import caller_level
+from gradscale.torch.keeper import ScaleKeeper
 from gradscale.torch.moment import random_state, set_random_state
 
-__all__ = ["load", "random_state", "save", "set_random_state"]
+__all__ = ["load", "load_sharded", "random_state", "save", "set_random_state"]
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -42,6 +45,30 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     """What `save` wrote to `path`; plain values and tensors alone are read."""
     state: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
     return state
+
+
+def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Loads what `torch.distributed.checkpoint.save` wrote, for any number of ranks, into `state`.
+
+        load_sharded({"model": weights, "optimizer": states, "scaler": scaler}, "run")
+
+    A scaler of which the checkpoint has nothing, because it was written without one, stays as it
+    is, with a warning; anything else that is missing is an error, as in torch.
+    """
+    # Takes long to import.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+
+    written = FileSystemReader(path).read_metadata().state_dict_metadata
+    there = {name.split(".")[0] for name in written}
+    missing = [key for key in state if key not in there and isinstance(state[key], ScaleKeeper)]
+    for key in missing:
+        warnings.warn(
+            f"The checkpoint {os.fspath(path)!r} has no state of a scaler under {key!r}, so its "
+            f"scale begins anew. It has {', '.join(sorted(there)) or 'nothing'}.",
+            stacklevel=caller_level(),
+        )
+    load_parts({key: state[key] for key in state if key not in missing}, checkpoint_id=path)
 
 
 def _clean_up(target: Path) -> None:

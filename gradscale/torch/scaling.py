@@ -106,6 +106,12 @@ class Scaling(Moving):
         self._held_back: dict[int, Tensor] = {}
         """bool: a loss with its own scale was bad, on a rank where it reached the optimizer."""
 
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Remembers what becomes of the gradients of `optimizer` from here on."""
+        seen, key = self._seen, id(optimizer)
+        if key not in seen or seen[key]() is not optimizer:
+            seen[key] = weakref.ref(optimizer, lambda _: seen.pop(key, None))
+
     # Scaling.
 
     def scale(self, outputs: Any) -> Any:

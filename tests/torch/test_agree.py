@@ -23,6 +23,12 @@ ON_TWO = (
     shared_models.zero,
     shared_models.given,
 )
+WITHOUT_DTENSORS = (
+    shared_models.ddp,
+    shared_models.fsdp1,
+    shared_models.by_torchs_name,
+    shared_models.zero,
+)
 ON_FOUR = (shared_models.hsdp, shared_models.hybrid, shared_models.grid)
 
 
@@ -35,8 +41,9 @@ def check_grid() -> None:
 
 
 def check_on_gpu() -> None:
-    # gloo sends no tensors of a GPU from stage to stage.
-    check_cells([each for each in ON_TWO if each is not shared_models.pipeline])
+    """Without DTensors: torch 2.11 crashes where it sends those of a GPU by gloo."""
+    world = torch.distributed.get_world_size()
+    check_cells(WITHOUT_DTENSORS if world == 2 else [shared_models.hybrid])
 
 
 def check_faulty() -> None:
@@ -64,7 +71,7 @@ def test_every_way_to_share_a_model(check: str, world: int, tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("check", "world"), [("on_gpu", 2), ("grid", 4)], ids=str)
+@pytest.mark.parametrize(("check", "world"), [("on_gpu", 2), ("on_gpu", 4)], ids=str)
 def test_ranks_that_share_a_gpu(check: str, world: int, tmp_path: Path) -> None:
     run_ranks(__file__, check, world, tmp_path, RANKS_DEVICE="cuda")
 

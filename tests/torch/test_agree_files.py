@@ -96,17 +96,16 @@ def sharded(folder: Path, load: bool) -> None:
             state: dict[str, Any] = {
                 "model": weights,
                 "optimizer": states,
-                "scaler": scaler.state_dict(),
+                "scaler": scaler,
             }
             if load:
-                dcp.load(state, checkpoint_id=folder / "saved")
+                checkpoint.load_sharded(state, folder / "saved")
                 set_state_dict(
                     model,
                     optimizer,
                     model_state_dict=state["model"],
                     optim_state_dict=state["optimizer"],
                 )
-                scaler.load_state_dict(state["scaler"])
             else:
                 dcp.save(state, checkpoint_id=folder / "saved")
         if load and step < CUT:  # other batches: what comes of them must not matter

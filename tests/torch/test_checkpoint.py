@@ -6,12 +6,15 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from gradscale.torch import checkpoint
+from gradscale.torch import GradScaler, checkpoint
 
 DIES_WRITING = """
 import os, signal, sys, torch
@@ -56,6 +59,30 @@ def test_a_process_that_dies_writing_leaves_the_old_one(tmp_path: Path) -> None:
     checkpoint.save(path, {"step": 3})
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
     assert checkpoint.load(path)["step"] == 3
+
+
+def test_a_sharded_checkpoint_without_a_scaler_warns(tmp_path: Path) -> None:
+    """One process is a number of ranks, too; test_agree_files.py has others."""
+    weights = {"model": {"w": torch.arange(4.0)}}
+    scaler = GradScaler("cpu", init_scale=2.0**5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that there is one process
+        dcp.save(weights, checkpoint_id=tmp_path / "without")
+        dcp.save({**weights, "scaler": scaler}, checkpoint_id=tmp_path / "with")
+    for name, scale in (("without", 2.0**16), ("with", 2.0**5)):
+        fresh, loaded = GradScaler("cpu"), {"model": {"w": torch.zeros(4)}}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            checkpoint.load_sharded({**loaded, "scaler": fresh}, tmp_path / name)
+        texts = [str(one.message) for one in told if "no state of a scaler" in str(one.message)]
+        assert bool(texts) == (name == "without")
+        assert all("under 'scaler'" in text and "It has model." in text for text in texts)
+        assert fresh.get_scale() == scale
+        assert torch.equal(loaded["model"]["w"], weights["model"]["w"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointException, match="Missing key"):
+            checkpoint.load_sharded({"other": torch.zeros(2)}, tmp_path / "with")
 
 
 def test_what_cannot_be_saved_leaves_the_old_one(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 class Turns:
     """Two networks that took turns: the second has gradients of a scale of 256, and it is 4096."""
 
-    def __init__(self, mode: str, make: Any) -> None:
+    def __init__(self, mode: str, make: Any, begun: bool = True) -> None:
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
         for each in (self.first, self.second):
             nn.init.constant_(each.weight, 0.25)
@@ -42,8 +42,9 @@ class Turns:
         policy = gs.Dynamic(init_scale=16.0, growth_interval=1, growth_factor=16.0)
         models, optimizers = [self.first, self.second], [self.one, self.other]
         self.mp = MixedPrecision(models, optimizers, mode, policy=policy)
-        self.pass_through_second()
-        self.mp.step(self.other)
+        if begun:
+            self.pass_through_second()
+            self.mp.step(self.other)
         self.mp.backward(self.second(self.middle()).float().mean())
         self.mp.step(self.one)
 
@@ -100,6 +101,15 @@ def test_gradients_that_were_left_are_divided_by_their_own_scale(
     state = turns.mp.float32_model_state(turns.first)
     assert torch.equal(state["weight"], torch.full((4, 4), 0.25 + moved))
     assert torch.equal(state["bias"], torch.full((4,), moved))
+
+
+@turning
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_gradients_are_left_for_an_optimizer_that_has_never_stepped(mode: str, make: Any) -> None:
+    turns = Turns(mode, make, begun=False)
+    turns.pass_through_first()
+    turns.mp.step(turns.other)
+    assert torch.equal(turns.second.weight, torch.full_like(turns.second.weight, 0.25 - 0.5))
 
 
 @every_optimizer

@@ -64,6 +64,8 @@ class Models:
             policy = replace(policy, format=self.mode.passes)
         self._device = device_of(self.models[0]).type
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
+        for optimizer in self.optimizers:  # gradients may be left for one before its first step
+            self.scaler._watch(optimizer)
         exact = [(o, p, p.data) for o, p in self._trained() if p.dtype is torch.float32]
         self._cast(list(keep_float32))
         self._masters = {id(each): self._masters_of(each) for each in self.optimizers}
