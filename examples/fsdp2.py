@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradscale as gs
 from gradscale.torch import GradScaler
+from gradscale.torch.optim import AdamW
 
 STEPS = 30
 
@@ -34,7 +35,7 @@ def main() -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=half)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = AdamW(model.parameters(), lr=1e-2)  # steps the shards that this rank has
     # The gradients tell which ranks must agree.
     scaler = GradScaler(mesh.device_type, policy=gs.Headroom())
 

@@ -14,12 +14,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gradscale as gs
 from gradscale.torch import GradScaler
 from gradscale.torch.agree import Shards
 
 STEPS = 30
+
+
+class Half(nn.Module):
+    """A stage that computes in float16 and hands on float32."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.float16):
+            return self.layers(x).float()
 
 
 def main() -> None:
@@ -29,31 +42,27 @@ def main() -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.manual_seed(rank)
     layers = [nn.Linear(8, 32), nn.GELU()] if rank == 0 else [nn.Linear(32, 1)]
-    stage = nn.Sequential(*layers).to(device)
+    stage = Half(*layers).to(device)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2, fused=True)
     # Stages hold different parameters in plain tensors, which nobody can see: so it is said.
     scaler = GradScaler(device.type, policy=gs.Headroom(), groups=Shards(dist.group.WORLD))
+    losses: list[Tensor] = []
 
+    def scaled_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        """Called for every micro-batch, on the last stage alone."""
+        loss = nn.functional.mse_loss(outputs, targets)
+        losses.append(loss.detach())
+        return scaler.scale(loss)
+
+    place = PipelineStage(stage, rank, 2, device)
+    schedule = ScheduleGPipe(place, n_microbatches=4, loss_fn=scaled_loss)
     inputs = torch.randn(STEPS, 32, 8, generator=torch.Generator().manual_seed(1)).to(device)
-    applied, loss = [], torch.zeros(())
+    applied = []
     for step in range(STEPS):
-        with torch.autocast(device.type, dtype=torch.float16):
-            if rank == 0:
-                hidden = stage(inputs[step]).float()
-                dist.send(hidden.detach(), 1)
-            else:
-                received = torch.empty(32, 32, device=device)
-                dist.recv(received, 0)
-                received.requires_grad_()
-                outputs = stage(received).float()
-        if rank == 1:
-            loss = nn.functional.mse_loss(outputs, inputs[step].sum(1, keepdim=True))
-            scaler.backward(loss)
-            dist.send(received.grad, 0)  # type: ignore[arg-type]
+        if rank == 0:
+            schedule.step(inputs[step])
         else:
-            grad = torch.empty(32, 32, device=device)
-            dist.recv(grad, 1)
-            begin(scaler, hidden, grad)
+            schedule.step(target=inputs[step].sum(1, keepdim=True))
         if step == 10 and rank == 0:
             for param in stage.parameters():
                 torch.nn.init.constant_(param.grad, math.inf)  # type: ignore[arg-type]
@@ -66,15 +75,9 @@ def main() -> None:
     if applied != [step != 10 for step in range(STEPS)]:
         raise SystemExit("Step 10 should have been skipped, and no other.")
     if rank == 1:
-        print(f"2 stages, step 10 skipped by both, loss {loss.item():.3f}")
+        print(f"2 stages, step 10 skipped by both, loss {torch.stack(losses[-4:]).mean():.3f}")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def begin(scaler: GradScaler, hidden: Tensor, grad: Tensor) -> None:
-    """Runs the backward pass of a stage that gets a scaled gradient from the next one."""
-    scaler.scale(torch.zeros((), device=hidden.device))  # opens the window of this step
-    hidden.backward(grad)
 
 
 if __name__ == "__main__":
