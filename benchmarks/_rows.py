@@ -1,4 +1,7 @@
-"""The table of results: what a row says, and how rows are added to it."""
+"""Tables of results: what a row says, how rows are added and read, and how pages show them.
+
+results.csv has a row of its own kind, of times. Other tables have a NamedTuple for theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import datetime
 import platform
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
@@ -18,6 +22,7 @@ COLUMNS = [
     "parameters", "tensors", "rounds", "median_ms", "speedup_over_torch",
 ]  # fmt: skip
 Row = dict[str, str | int]
+Kind = TypeVar("Kind", bound=NamedTuple)
 
 
 def row(
@@ -48,3 +53,36 @@ def add(rows: Iterable[Row], path: Path = RESULTS) -> None:
         if new:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def append(row: NamedTuple, path: Path) -> None:
+    """Adds one row to the table of its kind."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(row._fields)
+        writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row])
+
+
+def read(kind: type[Kind], path: Path) -> list[Kind]:
+    """The rows of a table, as they were written."""
+    kinds: dict[str, Any] = get_type_hints(kind)
+    with path.open(newline="") as file:
+        found = csv.DictReader(file)
+        return [kind(**{name: kinds[name](text) for name, text in row.items()}) for row in found]
+
+
+def environment() -> tuple[str, str, str, str, str]:
+    """The date, the CPU, and the versions of Python, torch and gradscale."""
+    where = platform.machine() + " CPU"
+    versions = platform.python_version(), torch.__version__, gradscale.__version__
+    return datetime.date.today().isoformat(), where, *versions
+
+
+def put(page: Path, mark: str, lines: Iterable[str]) -> None:
+    """Puts `lines` into a page, between two comments."""
+    begin, end = f"<!-- {mark} -->", f"<!-- {mark}, end -->"
+    head, rest = page.read_text(encoding="utf-8").split(begin)
+    text = head + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + rest.split(end)[1]
+    page.write_text(text, encoding="utf-8")

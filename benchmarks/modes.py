@@ -20,7 +20,6 @@ Rows are appended to modes.csv after each run; old rows stay, and the tables tak
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import gc
 import itertools
@@ -31,8 +30,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
+import _rows
 import torch
 from arena import data
 from end_to_end import GPT, Size
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the rows")
     options = parser.parse_args(arguments)
     if options.what == "table":
-        write(read(options.results))
+        write(_rows.read(Row, options.results))
         return
     if options.what == "both":
         options.device = "cuda"
@@ -262,31 +262,14 @@ def add(options: argparse.Namespace, values: tuple[Any, ...]) -> None:
     versions = torch.__version__, gradscale.__version__
     row = Row(datetime.date.today().isoformat(), device, *versions, *values)
     print(*row[4:], flush=True)
-    new = not options.results.exists()
-    with options.results.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(Row._fields)
-        writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in row])
-
-
-def read(path: Path) -> list[Row]:
-    """The rows, as they were written."""
-    kinds = get_type_hints(Row)
-    with path.open(newline="") as file:
-        found = csv.DictReader(file)
-        return [Row(**{name: kinds[name](text) for name, text in row.items()}) for row in found]
+    _rows.append(row, options.results)
 
 
 def write(rows: list[Row]) -> None:
     """Puts the tables of what ran on a GPU into the page."""
     there = [row for row in rows if "CPU" not in row.device]
-    page = PAGE.read_text(encoding="utf-8")
     for what, lines in (("quality", _quality_table(there)), ("memory", _memory_table(there))):
-        begin, end = f"<!-- modes: {what} -->", f"<!-- modes: {what}, end -->"
-        head, rest = page.split(begin)
-        page = head + begin + "\n\n" + "\n".join(lines) + "\n\n" + end + rest.split(end)[1]
-    PAGE.write_text(page, encoding="utf-8")
+        _rows.put(PAGE, f"modes: {what}", lines)
 
 
 def _quality_table(rows: list[Row]) -> list[str]:

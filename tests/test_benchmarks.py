@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import _rows  # noqa: E402
 import _shapes  # noqa: E402
 import drop_in  # noqa: E402
 import end_to_end  # noqa: E402
@@ -116,7 +117,7 @@ def test_every_mode_is_trained_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_tables_of_modes_are_made_of_the_last_rows() -> None:
-    rows = modes.read(modes.RESULTS)
+    rows = _rows.read(modes.Row, modes.RESULTS)
     page = modes.PAGE.read_text(encoding="utf-8")
     there = [row for row in rows if "CPU" not in row.device]
     for lines in (modes._quality_table(there), modes._memory_table(there)):
