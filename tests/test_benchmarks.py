@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,6 +21,22 @@ import end_to_end  # noqa: E402
 import modes  # noqa: E402
 import step  # noqa: E402
 
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def load(path: Path) -> ModuleType:
+    """A script, under a name that no module of the tests has."""
+    name = f"benchmarks_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ranks = load(FOLDER / "ranks.py")
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -28,9 +48,8 @@ def one_thread() -> Iterator[None]:
 
 
 def test_scripts_are_all_known_here() -> None:
-    folder = Path(__file__).parents[1] / "benchmarks"
-    scripts = {path.stem for path in folder.glob("[a-z]*.py")}
-    assert scripts == {script.__name__ for script in (drop_in, end_to_end, modes, step)}
+    known = (drop_in, end_to_end, modes, ranks, step)
+    assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {each.__file__ for each in known}
 
 
 @pytest.mark.parametrize(
@@ -124,3 +143,72 @@ def test_tables_of_modes_are_made_of_the_last_rows() -> None:
         assert "\n".join(lines) in page
     changed = [row._replace(value=row.value * 2) for row in there]
     assert "\n".join(modes._quality_table(changed)) not in page
+
+
+def told(moved: str, scales: str, error: str = "", as_without: bool = True) -> Any:
+    """What a rank says; a letter for each step."""
+    moves = {"a": "all", "n": "none", "s": "some"}
+    steps = tuple(256.0 * 2.0 ** int(power) for power in scales.split())
+    return ranks.Told(error, tuple(moves[each] for each in moved), steps, as_without)
+
+
+GOOD, SKIPPED = told("aaaaa", "0 0 1 1 1"), told("aaana", "0 0 1 0 0")
+
+
+@pytest.mark.parametrize(
+    ("fault", "first", "second", "verdict"),
+    [
+        ("none", GOOD, GOOD, "right"),
+        ("inf", SKIPPED, SKIPPED, "right"),
+        ("nan", GOOD, GOOD, "wrong"),
+        ("none", SKIPPED, SKIPPED, "wrong"),
+        ("inf", GOOD, SKIPPED, "ranks differ"),
+        ("inf", told("aaana", "0 0 1 0 0"), told("aaana", "0 0 1 1 1"), "ranks differ"),
+        ("inf", told("aaasa", "0 0 1 0 0"), SKIPPED, "ranks differ"),
+        ("none", GOOD, GOOD._replace(as_without=False), "wrong"),
+        ("no gradient", GOOD, told("aaana", "0 0 1 1 1"), "right"),
+        ("no gradient", GOOD, SKIPPED, "ranks differ"),
+        ("none", GOOD, None, "hangs"),
+        ("none", None, told("", "", "TypeError: no"), "error: TypeError"),
+    ],
+)
+def test_verdict_says_what_ranks_did(fault: str, first: Any, second: Any, verdict: str) -> None:
+    found, detail = ranks.judge(fault, [first, second])
+    assert found == verdict
+    assert bool(detail) == (verdict != "right")
+    assert ranks.judge(fault, [second, first])[0] == verdict
+
+
+def test_matrix_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks._launching, "GRACE", 0.1)
+    chosen = [
+        ranks.Cell(scaler, "DDP", "foreach", fault, "step()")
+        for scaler, fault in (
+            ("torch GradScaler", "inf"),
+            ("torch GradScaler", "no gradient"),
+            ("gradscale GradScaler", "no gradient"),
+            ("gradscale GradScaler", "inf"),
+        )
+    ]
+    found = [verdict for _, verdict, _ in ranks.run(chosen, watchdog=60)]
+    assert found == ["ranks differ", "error: AssertionError", "right", "right"]
+
+
+def test_cost_is_told_as_ratios(tmp_path: Path) -> None:
+    costs = tmp_path / "ranks_cost.csv"
+    few = ["--ranks", "2", "--step-ranks", "2", "--rounds", "2", "--steps", "2"]
+    ranks.main(["cost", *few, "--costs", str(costs)])
+    found = _rows.read(ranks.CostRow, costs)
+    assert {row.part for row in found} == {"agreement", "after backward"}
+    assert all(0 < row.lower <= row.ratio <= row.upper for row in found)
+
+
+def test_tables_of_ranks_are_made_of_the_last_rows() -> None:
+    page = ranks.PAGE.read_text(encoding="utf-8")
+    for lines in ranks.tables(ranks.RESULTS, ranks.COSTS).values():
+        assert "\n".join(lines) in page
+    rows = _rows.read(ranks.Row, ranks.RESULTS)
+    assert {row.verdict for row in rows if row.scaler.startswith("gradscale")} == {"right"}
+    assert {ranks.Cell(*row[5:10]) for row in rows} == set(ranks._cells.cells())
+    changed = [row._replace(verdict="wrong") for row in rows]
+    assert "\n".join(ranks.matrix_table(changed)) not in page
