@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--faults", nargs="*", default=list(FAULTS))
     parser.add_argument("--watchdog", type=float, default=25.0, help="seconds of a cell")
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 3, 4, 8], help="that agree")
-    parser.add_argument("--step-ranks", type=int, default=4, help="that step")
+    parser.add_argument("--step-ranks", nargs="*", type=int, default=[2, 4], help="that step")
     parser.add_argument("--rounds", type=int, default=300, help="of the cost of agreeing")
     parser.add_argument("--steps", type=int, default=100, help="of the cost of a step")
     parser.add_argument("--results", type=Path, default=RESULTS, help="rows of the matrix")
@@ -192,11 +192,10 @@ def matrix(options: argparse.Namespace) -> None:
 
 def cost(options: argparse.Namespace) -> None:
     """Times agreement and steps, among as many ranks as were asked for."""
-    most, few = max(options.ranks), [str(size) for size in options.ranks]
-    for world, rounds, *what in (
-        (most, options.rounds, "agreement", *few),
-        (options.step_ranks, options.steps, "after backward"),
-    ):
+    few = [str(size) for size in options.ranks]
+    runs = [(max(options.ranks), options.rounds, "agreement", *few)] if few else []
+    runs += [(world, options.steps, "after backward") for world in options.step_ranks]
+    for world, rounds, *what in runs:
         with tempfile.TemporaryDirectory() as folder:
             with _launching.Ranks("_costs.py", world, folder, str(rounds), *what) as ranks:
                 ranks.finish(LONGEST)
@@ -210,25 +209,30 @@ def cost(options: argparse.Namespace) -> None:
 def tables(results: Path, costs: Path) -> dict[str, list[str]]:
     """The lines of each table, by its mark in the page."""
     last = {row[6:11]: row for row in _rows.read(CostRow, costs)}
-    return {
-        "matrix": matrix_table(_rows.read(Row, results)),
-        "agreement": cost_table([row for row in last.values() if row.part == "agreement"], "ranks"),
-        "after backward": cost_table(
-            [row for row in last.values() if row.part == "after backward"], "parameters"
-        ),
+    parts: dict[str, list[CostRow]] = {}
+    for row in last.values():
+        parts.setdefault(row.part, []).append(row)
+    tables = {part: cost_table(rows) for part, rows in parts.items()}
+    return {"matrix": matrix_table(_rows.read(Row, results)), **tables}
+
+
+def cost_table(rows: Sequence[CostRow]) -> list[str]:
+    """Ratios and their quartiles; a column for each number of ranks and parameters."""
+    cells = {
+        (*row[7:9], _column(row)): f"{row.ratio:.2f} ({row.lower:.2f} - {row.upper:.2f})"
+        for row in rows
     }
-
-
-def cost_table(rows: Sequence[CostRow], column: str) -> list[str]:
-    """Ratios and their quartiles; a column for each number of ranks or parameters."""
-    heads = list(dict.fromkeys(getattr(row, column) for row in rows))
-    lines = ["| | " + " | ".join(f"{head:,} {column}" for head in heads) + " |"]
-    lines.append("|---" * (1 + len(heads)) + "|")
+    heads = list(dict.fromkeys(map(_column, sorted(rows, key=lambda row: row[9:11]))))
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for case, against in dict.fromkeys((row.case, row.against) for row in rows):
-        mine = {getattr(row, column): row for row in rows if row[7:9] == (case, against)}
-        found = [f"{row.ratio:.2f} ({row.lower:.2f} - {row.upper:.2f})" for row in mine.values()]
+        found = [cells.get((case, against, head), "") for head in heads]
         lines.append(f"| {case}, against {against} | {' | '.join(found)} |")
     return lines
+
+
+def _column(row: CostRow) -> str:
+    size = f", {row.parameters:,} parameters" if row.parameters else ""
+    return f"{row.ranks} ranks{size}"
 
 
 def matrix_table(rows: Sequence[Row]) -> list[str]:
