@@ -142,7 +142,7 @@ def _agreements(group: Any, size: int) -> tuple[Call, Call, Call]:
     found = torch.zeros(1)
     words = torch.zeros(len(Report._fields))
     gathered = torch.empty(size * len(words))
-    report = Report(*torch.zeros(len(words)))
+    report = words.unsqueeze(0)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     groups = Agreement(group).among([]) if dist.get_rank(group) >= 0 else []
 
@@ -153,7 +153,7 @@ def _agreements(group: Any, size: int) -> tuple[Call, Call, Call]:
     return (
         torchs,
         lambda: gather(gathered, words, group=group),
-        lambda: settle([report], groups),
+        lambda: settle(report, groups),
     )
 
 

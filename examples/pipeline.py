@@ -32,7 +32,8 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, dtype=torch.float16):
-            return self.layers(x).float()
+            outputs: Tensor = self.layers(x).float()
+        return outputs
 
 
 def main() -> None:
@@ -52,7 +53,8 @@ def main() -> None:
         """Called for every micro-batch, on the last stage alone."""
         loss = nn.functional.mse_loss(outputs, targets)
         losses.append(loss.detach())
-        return scaler.scale(loss)
+        scaled: Tensor = scaler.scale(loss)
+        return scaled
 
     place = PipelineStage(stage, rank, 2, device)
     schedule = ScheduleGPipe(place, n_microbatches=4, loss_fn=scaled_loss)

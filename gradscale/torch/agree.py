@@ -16,6 +16,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.torch import kernels
 from gradscale.torch.shards import all_plain
-from gradscale.torch.unscale import move, read_all, values_of
+from gradscale.torch.unscale import move, read_all, readable, values_of
 
 AUTO = "auto"
 LARGE = 256
@@ -65,31 +66,34 @@ class Group(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was found in gradients: by one rank, or by all of them together. All float32."""
+    """What was found in gradients: by one rank, or by all of them together.
 
-    found: Tensor
+    float32 tensors, or plain numbers where the host knows them.
+    """
+
+    found: Any
     """1 if something is not finite, else 0."""
-    unfit: Tensor
+    unfit: Any
     """1 if something does not fit where it is stored, else 0."""
-    bad_loss: Tensor
+    bad_loss: Any
     """1 if a loss is not finite, else 0."""
-    bad_penalty: Tensor
+    bad_penalty: Any
     """1 if a gradient that `grad()` handed out was not finite, else 0."""
-    present: Tensor
+    present: Any
     """1 if there is a gradient, or, of a loss with a scale of its own, if there is that loss."""
-    common: Tensor
+    common: Any
     """1 if there was a backward pass of a loss with the common scale, else 0."""
-    amax: Tensor
+    amax: Any
     """The largest magnitude."""
-    norm: Tensor
+    norm: Any
     """The 2-norm, of what counts as this rank's."""
-    near: Tensor
+    near: Any
     """How many elements are near the ceiling, where the policy wants to know."""
-    elements: Tensor
+    elements: Any
     """Of how many."""
-    mark: Tensor
+    mark: Any
     """A checksum of the scale and what goes with it."""
-    rank: Tensor
+    rank: Any
     """The lowest rank that found something not finite; infinity if none did."""
 
 
@@ -225,22 +229,42 @@ def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
 
 def together(rows: Tensor) -> Tensor:
     """What the `rows` of all ranks (ranks, reports, words) say together."""
-    words = Report(*rows.unbind(2))
-    norm, mark = words.norm, words.mark
+    if readable(rows):
+        # By plain numbers, which twenty operations on twelve of them are slower than.
+        reports = zip(*rows.tolist(), strict=True)
+        words = [_put_together(list(starmap(Report, each))) for each in reports]
+        return torch.tensor(words, dtype=torch.float32)
+    columns = Report(*rows.unbind(2))
+    norm, mark = columns.norm, columns.mark
     # By the largest, because squares may overflow where the root does not.
     top = torch.where(torch.isnan(norm), torch.inf, norm).amax(0)
     safe = torch.where((top > 0) & torch.isfinite(top), top, torch.ones_like(top))
     length = safe * (norm / safe).square().sum(0).sqrt()
     found = Report(*rows.amax(0).unbind(1))._replace(
-        amax=torch.where(torch.isnan(words.amax), torch.inf, words.amax).amax(0),
+        amax=torch.where(torch.isnan(columns.amax), torch.inf, columns.amax).amax(0),
         norm=torch.where(torch.isfinite(top), length, top),
-        near=words.near.sum(0),
-        elements=words.elements.sum(0),
+        near=columns.near.sum(0),
+        elements=columns.elements.sum(0),
         # Ranks that gather with one of these later must hear of a difference, too.
         mark=torch.where((mark == mark[0]).all(0), mark[0], -1.0),
-        rank=words.rank.amin(0),
+        rank=columns.rank.amin(0),
     )
     return torch.stack(found, dim=1)
+
+
+def _put_together(reports: list[Any]) -> Report:
+    """The same, for one report of every rank, in plain numbers."""
+    columns: Any = Report(*zip(*reports, strict=True))
+    sizes, norms, marks = columns.amax, columns.norm, columns.mark
+    flags = Report(*map(max, columns))
+    return flags._replace(
+        amax=math.inf if any(map(math.isnan, sizes)) else max(sizes),
+        norm=math.inf if any(map(math.isnan, norms)) else math.hypot(*norms),
+        near=math.fsum(columns.near),
+        elements=math.fsum(columns.elements),
+        mark=marks[0] if all(mark == marks[0] for mark in marks) else -1.0,
+        rank=min(columns.rank),
+    )
 
 
 def _gathered(words: Tensor, process: Any) -> Tensor:
@@ -315,6 +339,8 @@ def _members(groups: Any) -> Iterable[Group]:
     if isinstance(groups, Shards):
         of = None if groups.of is None else _by_identity(groups.of)
         yield from (Group(group.process, True, of) for group in _members(groups.group))
+    elif groups is dist.GroupMember.NON_GROUP_MEMBER:
+        return  # what new_group() gives a rank that is not in it
     elif isinstance(groups, dist.ProcessGroup):
         yield Group(groups)
     elif hasattr(groups, "get_all_groups"):

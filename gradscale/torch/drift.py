@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradscale.errors import SettingError, StateError, caller_level
 from gradscale.torch.agree import Marks, device_for
+from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Sent
 
 EVERY = 64
@@ -37,12 +38,12 @@ class Drift:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ("repair" if self._repairs else "raise",)
 
-    def mark(self, state: Sequence[Tensor]) -> Tensor:
+    def mark(self, state: Sequence[Tensor]) -> Tensor | float:
         """A checksum of `state`, in a step in which marks travel; else 0."""
         self._count += 1
         first: Tensor = state[0]
-        if self._count % EVERY != 1:
-            return torch.zeros_like(first)
+        if self._count % EVERY != 1 or capturing():
+            return 0.0
         whole = [value.view(torch.int32) if value.is_floating_point() else value for value in state]
         total = torch.zeros_like(first, dtype=torch.int64)
         for place, value in enumerate(whole):
@@ -51,7 +52,7 @@ class Drift:
 
     def take(self, marks: Marks) -> None:
         """Has the `marks` of all ranks come to the host, by the time that others are sent."""
-        if self._count % EVERY != 1:
+        if self._count % EVERY != 1 or capturing():
             return
         sent = [(weakref.ref(process), Sent.away(each.clone())) for process, each in marks]
         self._due, self._sent = self._sent, sent

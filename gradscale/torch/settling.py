@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from gradscale.torch.agree import Group, Report, settle
 from gradscale.torch.drift import Drift
 from gradscale.torch.losses import OwnLoss
 from gradscale.torch.scaling import Scaling
-from gradscale.torch.unscale import move, params_with_grad
+from gradscale.torch.unscale import move, params_with_grad, readable
 from gradscale.torch.window import Window
 
 
@@ -45,9 +46,8 @@ class Settling(Scaling):
         losses = self._losses_here(window)
         mine = self._report(optimizers, window, norm)
         own = [self._report_of(loss, optimizers) for loss in losses]
-        words = torch.stack([word for report in (mine, *own) for word in report])
-        rows, marks = settle(words.view(-1, len(Report._fields)), groups)
-        told, *others = (Report(*row.unbind()) for row in rows)
+        rows, marks = settle(self._words((mine, *own)), groups)
+        told, *others = (Report(*row.unbind()) for row in rows.unbind())
         self._drift.take(marks)
         for loss, report in zip(losses, others, strict=True):
             loss.finite, loss.loss_finite = report.found == 0, report.bad_loss == 0
@@ -78,39 +78,55 @@ class Settling(Scaling):
         self, optimizers: Sequence[Optimizer], window: Window, norm: Tensor | None
     ) -> Report:
         """What this rank has found in the gradients of `optimizers`."""
-        scale = self._live("step()").scale
-        zero = torch.zeros_like(scale)
+        state = self._live("step()")
+        device = state.scale.device
+        # Where the host knows, plain numbers are quicker than operations on them.
+        plain = readable(state.scale)
 
-        def flag(fine: Tensor | None) -> Tensor:
-            return zero if fine is None else (~move(fine, scale.device)).float()
+        def largest(sizes: Iterable[Any]) -> Any:
+            there = [size for size in sizes if size is not None]
+            if plain:
+                return max([0.0, *map(float, there)], key=_order)
+            zero = torch.zeros_like(state.scale)
+            return torch.stack([zero, *(move(size.float(), device) for size in there)]).amax()
 
-        def word(value: float) -> Tensor:
-            return torch.full_like(zero, float(value))
-
-        def largest(sizes: Sequence[Tensor | None]) -> Tensor:
-            there = [move(size.float(), scale.device) for size in sizes if size is not None]
-            return torch.stack([zero, *there]).amax()
+        def flag(fine: Tensor | None) -> Any:
+            return 0.0 if fine is None else largest([~move(fine, device)])
 
         params = {id(p): p for one in optimizers for p in params_with_grad(one)}.values()
         measured = [self._measured[id(one)] for one in optimizers]
-        found = [self._found(self._found_inf_per_device(one)) for one in optimizers]
-        fits = [self._fits[id(one)] for one in optimizers if id(one) in self._fits]
-        bad = torch.stack(found).any()
-        elements = word(sum([_size(param.grad) for param in params]))
+        bad = largest(self._found(self._found_inf_per_device(one)) for one in optimizers)
+        elements = float(sum([_size(param.grad) for param in params]))
+        rank = float(dist.get_rank())
         return Report(
-            found=bad.float(),
-            unfit=flag(torch.stack(fits).all() if fits else None),
+            found=bad,
+            unfit=largest(flag(self._fits.get(id(one))) for one in optimizers),
             bad_loss=flag(window.loss_finite),
             bad_penalty=flag(window.penalty_finite),
-            present=word(bool(params)),
-            common=word(window.begun > window.own_passes),
-            amax=largest([one.amax for one in measured]),
-            norm=zero if norm is None else move(norm, scale.device).float(),
-            near=largest([one.upper for one in measured]) * elements,
+            present=float(bool(params)),
+            common=float(window.begun > window.own_passes),
+            amax=largest(one.amax for one in measured),
+            norm=0.0 if norm is None else norm,
+            near=largest(one.upper for one in measured) * elements,
             elements=elements,
-            mark=self._drift.mark(self._live("step()")),
-            rank=torch.where(bad, word(dist.get_rank()), torch.inf),
+            mark=self._drift.mark(state),
+            rank=(rank if bad else math.inf) if plain else torch.where(bad > 0, rank, math.inf),
         )
+
+    def _words(self, reports: Sequence[Report]) -> Tensor:
+        """The words of `reports`, a row for each, on the device of the scale."""
+        scale = self._live("step()").scale
+        if readable(scale):
+            rows = [[float(word) for word in each] for each in reports]
+            return torch.tensor(rows, dtype=torch.float32)
+        words = [
+            move(word, scale.device).float()
+            if isinstance(word, Tensor)
+            else torch.full_like(scale, word)
+            for each in reports
+            for word in each
+        ]
+        return torch.stack(words).view(len(reports), -1)
 
     def _losses_here(self, window: Window) -> list[OwnLoss]:
         """All losses with a scale of their own, in an order that all ranks have.
@@ -150,6 +166,11 @@ class Settling(Scaling):
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+
+def _order(size: float) -> float:
+    """What numbers are compared by, so that a NaN is the largest."""
+    return math.inf if math.isnan(size) else size
 
 
 def _size(grad: Any) -> int:

@@ -64,7 +64,6 @@ def test_the_norm_of_all_is_that_of_their_norms() -> None:
 def test_the_kernels_of_words_compile() -> None:
     """A report, by a kernel, is decided about as one that was read is."""
     summary = torch.tensor([0.0, 1.0, 2.0, 5.0, 1.0, 0.0, 2.0], device=HERE)
-    zero = torch.zeros((), device=HERE)
-    words = kernels.agreeing().report(summary, summary[3], None, zero, 1)
+    words = kernels.agreeing().report(summary, summary[3], None, 0.0, 1)
     expected = [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 5.0, 0.0, 0.0, 0.0, math.inf]
     assert words.tolist() == [expected]

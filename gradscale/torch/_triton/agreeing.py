@@ -27,6 +27,7 @@ def _report(
     rank,
     words,
     LOSSES: tl.constexpr,
+    MARKS: tl.constexpr,
 ):
     """Writes what this rank has found in gradients that are like `summary`."""
     found = tl.load(summary)
@@ -43,12 +44,15 @@ def _report(
     tl.store(words + 7, tl.load(norm_at))
     tl.store(words + 8, 0.0)
     tl.store(words + 9, 0.0)
-    tl.store(words + 10, tl.load(mark_at))
+    mark = 0.0
+    if MARKS:
+        mark = tl.load(mark_at)
+    tl.store(words + 10, mark)
     tl.store(words + 11, tl.where(found != 0, rank, float("inf")))
 
 
 def report(
-    summary: Tensor, norm: Tensor, loss_finite: Tensor | None, mark: Tensor, rank: int
+    summary: Tensor, norm: Tensor, loss_finite: Tensor | None, mark: Tensor | float, rank: int
 ) -> Tensor:
     """The words of this rank, as a row.
 
@@ -56,13 +60,14 @@ def report(
         summary: What `reading.read` says of its gradients.
         norm: float32, the 2-norm of those that it counts.
         loss_finite: bool: whether its losses were finite.
-        mark: float32, the checksum of its scale.
+        mark: float32, the checksum of its scale; or 0.
         rank: Its number.
     """
     words = torch.empty((1, _WORDS.value), dtype=torch.float32, device=summary.device)
-    flag = mark if loss_finite is None else loss_finite
-    arguments = (summary, norm, flag, mark, float(rank), words)
-    _report(1, arguments, (loss_finite is not None,))
+    marks = isinstance(mark, Tensor)
+    flag = summary if loss_finite is None else loss_finite
+    arguments = (summary, norm, flag, mark if marks else summary, float(rank), words)
+    _report(1, arguments, (loss_finite is not None, marks))
     return words
 
 
