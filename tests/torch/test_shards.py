@@ -73,12 +73,15 @@ def check_optimizers() -> None:
                     setup.call.to(dtype)
                     optimizer: Any = make(setup.call.parameters(), lr=0.1, master=master)
                     scaler = GradScaler("cpu", init_scale=2.0**4)
+                    versions = [param._version for param in setup.call.parameters()]
                     with kernels.use(path):
                         # Lion goes by signs, which another rounding before may turn.
                         for step in range(1 if make is Lion else 2):
                             scaler.backward(loss_of(setup.call, batch(step).to(dtype)))
                             assert scaler.apply(optimizer).applied
                     assert (optimizer._plan is not None) == (path == "triton")
+                    for param, before in zip(setup.call.parameters(), versions, strict=True):
+                        assert param._version > before
                     results.append([p.full_tensor().float() for p in setup.call.parameters()])
                 for one, other in zip(*results, strict=True):
                     # Steps of 0.1 at most, each rounded differently by a few units.
