@@ -110,6 +110,11 @@ class Agreement:
             raise SettingError(f'groups must be "auto", None or process groups, got {groups!r}.')
         # Weakly: a group of gloo's that outlives its destruction can abort the process at its end.
         given = [] if groups is None or self._auto else list(_members(groups))
+        if len({id(group.process) for group in given}) < len(given):
+            raise SettingError(
+                "groups names a process group twice. Name it once, as Shards(group, of=...) if some "
+                "parameters differ from rank to rank."
+            )
         self._known = [_loose(group) for group in given]
         self._silent = groups is None
         self._warned = False

@@ -92,7 +92,14 @@ def check_uneven() -> None:
 
 
 def check_asks() -> None:
-    """Raises if nobody is asked who must agree."""
+    """Raises if nobody is asked who must agree, or nonsense is taken for an answer."""
+    world = dist.group.WORLD
+    with pytest.raises(SettingError, match=r"names a process group twice.*Shards\(group, of="):
+        GradScaler("cpu", groups=[world, Shards(world)])
+    with pytest.raises(SettingError, match=r"Shards\(of=\.\.\.\) takes parameters, got str"):
+        GradScaler("cpu", groups=Shards(world, of=["weight"]))
+    first = dist.new_group([0])  # of which the other rank gets a number
+    assert GradScaler("cpu", groups=first)._agreement.among([]) == []
     model = net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu")
