@@ -42,7 +42,8 @@ from _sharing import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from gradscale.torch.agree import Agreement, Report, settle
+from gradscale.torch.agree import Agreement
+from gradscale.torch.telling import Report, settle
 
 Call = Callable[[], object]
 WARM_UP, BURST = 5, 10

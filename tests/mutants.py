@@ -319,8 +319,8 @@ FAULTS = [
     Fault(
         "a backward pass after update() is divided by the scale of now",
         "torch/checking.py",
-        "if window is None or (had and not window.begun_since(optimizer)):",
-        "if window is None or had:",
+        "if window is None or fresh or (had and not window.begun_since(optimizer)):",
+        "if window is None or fresh or had:",
         "tests/torch/test_scaler.py",
     ),
     Fault(
@@ -663,8 +663,8 @@ FAULTS = [
     Fault(
         "copies count as often in the norm as there are ranks",
         "torch/agree.py",
-        "        if not alone and dist.get_rank(group.process) > 0:\n            return False\n",
-        "        if False:\n            return False\n",
+        "        if first != dist.get_rank() and first not in others:\n",
+        "        if False:\n",
         "tests/torch/test_agree_cases.py",
     ),
     Fault(
@@ -676,7 +676,7 @@ FAULTS = [
     ),
     Fault(
         "ranks that gather later do not hear of scales that differ",
-        "torch/agree.py",
+        "torch/telling.py",
         "mark=marks[0] if all(mark == marks[0] for mark in marks) else -1.0,",
         "mark=marks[0],",
         "tests/torch/test_drift.py",
@@ -761,8 +761,8 @@ FAULTS = [
     Fault(
         "a checkpoint without a scaler loads in silence",
         "torch/checkpoint.py",
-        "    for key in missing:\n",
-        "    for key in ():\n",
+        "        if key in there:\n            continue\n",
+        "        continue\n",
         "tests/torch/test_checkpoint.py",
     ),
     Fault(

@@ -1,9 +1,9 @@
-"""Who must agree, and how: one small collective, after which all ranks decide alike.
+"""Who must agree: groups of ranks, which decide alike after one small collective.
 
 Every rank reads its own gradients and writes what it found into a few words. The words of all ranks
-of a group are gathered and put together in a fixed order, so everybody has the same answer to the
-bit: was anything not finite, does everything fit, were all losses finite, how large is the largest
-gradient and how long are all of them together. Nothing of it waits on the host.
+of a group are gathered and put together in a fixed order (telling.py), so everybody has the same
+answer to the bit: was anything not finite, does everything fit, were all losses finite, how large
+is the largest gradient and how long are all of them together. Nothing of it waits on the host.
 
 Which ranks those are is never guessed: DTensors tell their meshes, modules that were named to the
 scaler (DDP, FSDP) their process groups, and the rest is asked for. A scaler that only some ranks
@@ -12,11 +12,9 @@ step must not hang.
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +23,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradscale.errors import CallOrderError, SettingError, caller_level
-from gradscale.torch import kernels
 from gradscale.torch.shards import all_plain
-from gradscale.torch.unscale import move, read_all, readable, values_of
+from gradscale.torch.unscale import read_all, values_of
 
 AUTO = "auto"
-LARGE = 256
-"""Ranks from which on a group gathers in two rounds, along the rows and columns of a square."""
+WORLD = "world"
+"""Stands for the group of all ranks, which there need not be yet."""
 ALONE = 1
 """Ranks of a group in which there is nobody to agree with."""
 
@@ -65,38 +62,6 @@ class Group(NamedTuple):
         return self.shards and (self.of is None or param in self.of)
 
 
-class Report(NamedTuple):
-    """What was found in gradients: by one rank, or by all of them together.
-
-    float32 tensors, or plain numbers where the host knows them.
-    """
-
-    found: Any
-    """1 if something is not finite, else 0."""
-    unfit: Any
-    """1 if something does not fit where it is stored, else 0."""
-    bad_loss: Any
-    """1 if a loss is not finite, else 0."""
-    bad_penalty: Any
-    """1 if a gradient that `grad()` handed out was not finite, else 0."""
-    present: Any
-    """1 if there is a gradient, or, of a loss with a scale of its own, if there is that loss."""
-    common: Any
-    """1 if there was a backward pass of a loss with the common scale, else 0."""
-    amax: Any
-    """The largest magnitude."""
-    norm: Any
-    """The 2-norm, of what counts as this rank's."""
-    near: Any
-    """How many elements are near the ceiling, where the policy wants to know."""
-    elements: Any
-    """Of how many."""
-    mark: Any
-    """A checksum of the scale and what goes with it."""
-    rank: Any
-    """The lowest rank that found something not finite; infinity if none did."""
-
-
 class Agreement:
     """The groups whose ranks agree, and the collective by which they do.
 
@@ -108,16 +73,24 @@ class Agreement:
         self._auto = isinstance(groups, str)
         if self._auto and groups != AUTO:
             raise SettingError(f'groups must be "auto", None or process groups, got {groups!r}.')
-        # Weakly: a group of gloo's that outlives its destruction can abort the process at its end.
-        given = [] if groups is None or self._auto else list(_members(groups))
-        if len({id(group.process) for group in given}) < len(given):
-            raise SettingError(
-                "groups names a process group twice. Name it once, as Shards(group, of=...) if some "
-                "parameters differ from rank to rank."
-            )
-        self._known = [_loose(group) for group in given]
         self._silent = groups is None
         self._warned = False
+        self._wrappers: list[weakref.ref[nn.Module]] = []
+        self._known: list[Group] = []
+        """Process groups weakly: one of gloo's that outlives its end can abort the process."""
+        # Those of all ranks may come later than this.
+        self._later = groups if isinstance(groups, Shards) and groups.group == WORLD else None
+        if groups is not None and not self._auto and self._later is None:
+            self._take(list(_members(groups)))
+
+    def _take(self, given: list[Group]) -> None:
+        """Takes over the groups that were given."""
+        if len({id(group.process) for group in given}) < len(given):
+            raise SettingError(
+                "groups names a process group twice. Name it once, as Shards(group, of=...) if "
+                "some parameters differ from rank to rank."
+            )
+        self._known = [_loose(group) for group in given]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Process groups stay in their process: elsewhere it finds out anew."""
@@ -131,12 +104,25 @@ class Agreement:
 
     def name(self, module: nn.Module) -> None:
         """Takes over the process groups that the wrappers in `module` know."""
-        if not self._auto or not _several():
-            return
-        for each in module.modules():
-            for group in _groups_of(each):
-                if all(known.process() is not group.process for known in self._known):
+        for each in module.modules() if self._auto and _several() else ():
+            groups = list(_groups_of(each))
+            if groups or hasattr(each, "set_requires_gradient_sync"):
+                self._wrappers.append(weakref.ref(each))
+            for group in groups:
+                known = next((k for k in self._known if k.process() is group.process), None)
+                if known is None:
                     self._known.append(_loose(group))
+                elif known.of is not None and group.of is not None:
+                    known.of.update(group.of)
+
+    def has_stages(self) -> bool:
+        """Whether it was said that ranks have different parameters, so perhaps no loss."""
+        return not self._auto and any(known.shards for known in self._known)
+
+    def is_reducing(self) -> bool:
+        """Whether all wrappers reduce the gradients of a backward pass: none is in no_sync()."""
+        alive = [module for ref in self._wrappers if (module := ref()) is not None]
+        return all(map(_reduces, alive))
 
     def among(self, params: Iterable[Tensor]) -> list[Group]:
         """The groups in which `params` must be agreed on.
@@ -145,6 +131,9 @@ class Agreement:
         """
         if not _several() or self._silent:
             return []
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._take(list(_members(later._replace(group=dist.group.WORLD))))
         found = [known._replace(process=known.process()) for known in self._known]
         if any(group.process is None for group in found):
             raise CallOrderError(
@@ -167,7 +156,8 @@ class Agreement:
                     "stages and plain shards, or None if every rank is on its own.",
                     stacklevel=caller_level(),
                 )
-        return [group for group in found if dist.get_world_size(group.process) > ALONE]
+        large = [group for group in found if dist.get_world_size(group.process) > ALONE]
+        return large if len(large) < 2 else _without_parts(large)
 
     def is_unknown(self) -> bool:
         """Whether there are several ranks, and nobody has said that they are on their own."""
@@ -194,139 +184,73 @@ def part_of_norm(
 
 def _counts(param: Tensor, groups: Sequence[Group]) -> bool:
     """Whether this rank counts the gradient of `param`: it is the first of all that have it."""
-    grad: Any = param.grad
-    mesh = _mesh_of(grad)
-    own = [] if mesh is None else mesh.get_all_groups()
+    holders, others = _holders(param.grad)
+    if holders and min(holders) != dist.get_rank():
+        return False
     for group in groups:
-        dim = next((place for place, known in enumerate(own) if known is group.process), None)
-        alone = group.parts(param) if dim is None else not grad.placements[dim].is_replicate()
-        if not alone and dist.get_rank(group.process) > 0:
+        ranks = _ranks(group.process)
+        if others.issuperset(ranks) or group.parts(param):
+            continue
+        # Ranks outside of a mesh have copies of all that is in it.
+        first = min(ranks)
+        if first != dist.get_rank() and first not in others:
             return False
     return True
 
 
-Marks = list[tuple[Any, Tensor]]
-"""Process groups, and the mark of each of their ranks."""
+def _holders(grad: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """The ranks that have the same part of a DTensor, and all ranks that have some of it."""
+    mesh = _mesh_of(grad)
+    if mesh is None:
+        return frozenset(), frozenset()
+    known = _meshes.setdefault(mesh, {})
+    if grad.placements not in known:
+        place: Any = mesh.get_coordinate()
+        kept = [
+            slice(None) if placement.is_replicate() else number
+            for placement, number in zip(grad.placements, place, strict=True)
+        ]
+        ranks = mesh.mesh
+        whole = frozenset(ranks.flatten().tolist())
+        known[grad.placements] = frozenset(ranks[tuple(kept)].flatten().tolist()), whole
+    found: tuple[frozenset[int], frozenset[int]] = known[grad.placements]
+    return found
 
 
-def settle(words: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Marks]:
-    """What all ranks found together, and the marks of the ranks of every group.
+_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_rank_sets: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
-    `words` are those of this rank's reports: a row for its gradients, and one for each loss with a
-    scale of its own; so is what comes back. One collective for each group, or two for a large one.
+
+def _ranks(process: Any) -> frozenset[int]:
+    """The ranks of a process group."""
+    if process not in _rank_sets:
+        _rank_sets[process] = frozenset(dist.get_process_group_ranks(process))
+    return _rank_sets[process]
+
+
+def _without_parts(groups: list[Group]) -> list[Group]:
+    """`groups` without those of which another has all ranks: to agree with that is enough.
+
+    What is left must cross at one rank alone, as the dimensions of a mesh do.
     """
-    marks: Marks = []
-    for process in _rounds(groups):
-        rows = _gathered(words.reshape(-1), process).view(-1, *words.shape)
-        marks.append((process, rows[:, 0, Report._fields.index("mark")]))
-        # The same on all ranks to the bit, whichever path the rest of their step takes.
-        fold = kernels.agreeing().fold if kernels.take(rows.device) else together
-        words = fold(rows)
-    return words, marks
-
-
-def largest(values: Tensor, groups: Sequence[Group]) -> Tensor:
-    """The largest of each of `values` on all ranks; a NaN is larger than anything."""
-    for process in _rounds(groups):
-        values = _gathered(values, process).amax(0)
-    return values
-
-
-def together(rows: Tensor) -> Tensor:
-    """What the `rows` of all ranks (ranks, reports, words) say together."""
-    if readable(rows):
-        # By plain numbers, which twenty operations on twelve of them are slower than.
-        reports = zip(*rows.tolist(), strict=True)
-        words = [_put_together(list(starmap(Report, each))) for each in reports]
-        return torch.tensor(words, dtype=torch.float32)
-    columns = Report(*rows.unbind(2))
-    norm, mark = columns.norm, columns.mark
-    # By the largest, because squares may overflow where the root does not.
-    top = torch.where(torch.isnan(norm), torch.inf, norm).amax(0)
-    safe = torch.where((top > 0) & torch.isfinite(top), top, torch.ones_like(top))
-    length = safe * (norm / safe).square().sum(0).sqrt()
-    found = Report(*rows.amax(0).unbind(1))._replace(
-        amax=torch.where(torch.isnan(columns.amax), torch.inf, columns.amax).amax(0),
-        norm=torch.where(torch.isfinite(top), length, top),
-        near=columns.near.sum(0),
-        elements=columns.elements.sum(0),
-        # Ranks that gather with one of these later must hear of a difference, too.
-        mark=torch.where((mark == mark[0]).all(0), mark[0], -1.0),
-        rank=columns.rank.amin(0),
-    )
-    return torch.stack(found, dim=1)
-
-
-def _put_together(reports: list[Any]) -> Report:
-    """The same, for one report of every rank, in plain numbers."""
-    columns: Any = Report(*zip(*reports, strict=True))
-    sizes, norms, marks = columns.amax, columns.norm, columns.mark
-    flags = Report(*map(max, columns))
-    return flags._replace(
-        amax=math.inf if any(map(math.isnan, sizes)) else max(sizes),
-        norm=math.inf if any(map(math.isnan, norms)) else math.hypot(*norms),
-        near=math.fsum(columns.near),
-        elements=math.fsum(columns.elements),
-        mark=marks[0] if all(mark == marks[0] for mark in marks) else -1.0,
-        rank=min(columns.rank),
-    )
-
-
-def _gathered(words: Tensor, process: Any) -> Tensor:
-    """The `words` of all ranks, a row for each; where they were."""
-    here = words.to(device_for(process, words.device))
-    size = dist.get_world_size(process)
-    rows = torch.empty(size * len(here), dtype=here.dtype, device=here.device)
-    # torch calls it by another name from 2.13 on.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, here, group=process)
-    return move(rows.view(size, len(here)), words.device)
-
-
-_squares: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""The rows and columns of large process groups, held weakly as well."""
-
-
-def _rounds(groups: Iterable[Group]) -> Iterable[Any]:
-    """The process groups that gather, one after the other."""
+    left: list[Group] = []
     for group in groups:
-        size = dist.get_world_size(group.process)
-        side = _side(size)
-        if size <= LARGE or side == 1:
-            yield group.process
-            continue
-        known = [ref() for ref in _squares.get(group.process, ())]
-        if not known or None in known:
-            known = _split(group.process, side)
-            _squares[group.process] = [weakref.ref(each) for each in known]
-        yield from known
-
-
-def _side(size: int) -> int:
-    """The largest divisor of `size` that is at most its root."""
-    return next(side for side in range(math.isqrt(size), 0, -1) if size % side == 0)
-
-
-def _split(process: Any, side: int) -> list[Any]:
-    """The row and the column of this rank, with its group laid out in rows of `side` ranks.
-
-    Ranks of other groups need not be there: they may have no scaler.
-    """
-    ranks = dist.get_process_group_ranks(process)
-    here = dist.get_rank(process)
-    row, column = ranks[here - here % side :][:side], ranks[here % side :: side]
-    backend = dist.get_backend(process)
-    return [
-        dist.new_group(each, backend=backend, use_local_synchronization=True)
-        for each in (row, column)
-    ]
-
-
-def device_for(group: Any, device: torch.device) -> torch.device:
-    """Where `group` can gather: `device`, unless its backend knows GPUs alone."""
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+        mine = _ranks(group.process)
+        others = [each for each in groups if each is not group]
+        inside = [each for each in others if mine < _ranks(each.process)]
+        same = [each for each in left if _ranks(each.process) == mine]
+        if not inside and not same:
+            left.append(group)
+    for place, group in enumerate(left):
+        for other in left[:place]:
+            shared = _ranks(group.process) & _ranks(other.process)
+            if len(shared) > 1:
+                raise SettingError(
+                    f"Two groups of ranks that must agree share the ranks {sorted(shared)}, so "
+                    "norms would count twice. Pass GradScaler(groups=...) with one group that has "
+                    "all of them."
+                )
+    return left
 
 
 def _several() -> bool:
@@ -376,10 +300,23 @@ def _groups_of(module: nn.Module) -> Iterable[Group]:
         yield Group(module.process_group)
     strategy = getattr(module, "sharding_strategy", None)
     if strategy is not None and hasattr(module, "process_group"):  # FSDP1
-        yield Group(module.process_group, "NO_SHARD" not in str(strategy))
+        handle = getattr(module, "_handle", None)
+        flat = [] if handle is None or "NO_SHARD" in str(strategy) else [handle.flat_param]
+        parts = [param for each in flat for param in (getattr(each, "_params", None) or [each])]
+        yield Group(module.process_group, True, _by_identity(parts))
         copies = getattr(module, "_inter_node_pg", None)  # of whom hybrid strategies have some
         if copies is not None and "HYBRID" in str(strategy):
             yield Group(copies)
+
+
+def _reduces(module: Any) -> bool:
+    """Whether a wrapper reduces the gradients of a backward pass that begins now."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return bool(module.require_backward_grad_sync)
+    if hasattr(module, "_sync_gradients"):  # FSDP1
+        return bool(module._sync_gradients)
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    return bool(getattr(getattr(state, "_fsdp_param_group", None), "reduce_grads", True))
 
 
 def _mesh_of(tensor: Any) -> Any:

@@ -156,8 +156,7 @@ class Applying(Fast):
             norm = self._agree_on(optimizers, window, params, norm, inv_scale, max_norm)
         skipped = torch.stack([self._skipped(optimizer) for optimizer in optimizers]).any()
         total, factor = torch.where(skipped, math.nan, norm.total), norm.factor
-        amax = self._measured[id(optimizers[0])].amax if groups else reading.amax
-        self._note(optimizers, total, amax, scaled, window)
+        self._note(optimizers, total, reading.amax, scaled, window)
         capable = all(map(is_capable, optimizers))
         # Where the host knows, or must know, of a skip, the gradients are left as they are.
         known = readable(skipped) or not capable
@@ -226,7 +225,8 @@ class Applying(Fast):
         for optimizer in optimizers:
             measured = self._measured[id(optimizer)]
             measured.grad_norm = total
-            if amax is not None:
+            # What was read first is of the gradients as they came, before anybody clipped them.
+            if amax is not None and measured.amax is None:
                 measured.amax = amax if scaled else amax * window.scale
 
 

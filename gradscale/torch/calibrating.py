@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError, StuckError
 from gradscale.policy import GradStats, Headroom, HeadroomState
 from gradscale.torch import compiled
-from gradscale.torch.agree import largest
 from gradscale.torch.applying import Applying
 from gradscale.torch.contract import as_optimizers
 from gradscale.torch.moment import Moment
+from gradscale.torch.telling import largest
 from gradscale.torch.unscale import read, times, values_of
 
 PASSES = 8

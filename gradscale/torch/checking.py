@@ -96,16 +96,19 @@ class Checking(Settling):
             had = window is not None and window.used_by(optimizer)
             nothing_new = window is not None and len(window.had(params)) == len(params)
             idle = bool(groups) and not params  # others may have gradients
-            staged = any(group.shards for group in groups)  # another stage may have the loss
             if nothing_new and (params or had) and not idle:
                 raise CallOrderError(
                     f"{call}() was called, but there are no new gradients since the last step. "
                     "Call scaler.backward(loss) or scaler.scale(loss).backward() first."
                 )
-            if window is None or (had and not window.begun_since(optimizer)):
-                window = self._made = self._renew()  # scaled by hand, with get_scale(), or zeros
-                amax = read(values_of(params), window.inv_scale).amax
-                window.blank = None if amax is None or idle or staged else amax == 0
+            # Another stage may have the loss: then what nobody has seen before is of now.
+            staged = any(group.shards for group in groups) and window is not None and window.closed
+            fresh = staged and not window.still(params)  # type: ignore[union-attr]
+            if window is None or fresh or (had and not window.begun_since(optimizer)):
+                # Scaled by hand, with get_scale(), or zeros, or by others.
+                window = self._made = self._renew(window is not None and window.half)
+                amax = None if groups else read(values_of(params), window.inv_scale).amax
+                window.blank = None if amax is None else amax == 0
         self._watch(optimizer)
         self._held[key] = optimizer
         if window.spared:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,44 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
-    written = FileSystemReader(path).read_metadata().state_dict_metadata
-    there = {name.split(".")[0] for name in written}
-    missing = [key for key in state if key not in there and isinstance(state[key], ScaleKeeper)]
-    for key in missing:
+    # Where every value is in the nested dictionaries that were saved.
+    places: Any = FileSystemReader(path).read_metadata().planner_data
+    there = {place[0] for place in places.values()}
+    scalers = [key for key in state if isinstance(state[key], ScaleKeeper)]
+    for key in scalers:
+        if key in there:
+            continue
         warnings.warn(
             f"The checkpoint {os.fspath(path)!r} has no state of a scaler under {key!r}, so its "
             f"scale begins anew. It has {', '.join(sorted(there)) or 'nothing'}.",
             stacklevel=caller_level(),
         )
-    load_parts({key: state[key] for key in state if key not in missing}, checkpoint_id=path)
+    rest = {key: value for key, value in state.items() if key not in scalers}
+    # By what was saved, and not by what a new scaler has: it knows no losses with a scale yet.
+    saved = {key: _blank(key, places.values()) for key in scalers if key in there}
+    load_parts({**rest, **saved}, checkpoint_id=path)
+    for key, value in saved.items():
+        state[key].load_state_dict(value)
+
+
+def _blank(key: str, places: Iterable[Any]) -> dict[str, Any]:
+    """What was saved under `key`, by where every value of it is, with nothing in its place."""
+    found: dict[Any, Any] = {}
+    for first, *rest in places:
+        inner = found
+        for name in rest[:-1] if first == key else ():
+            inner = inner.setdefault(name, {})
+        if first == key:
+            inner[rest[-1]] = None
+    return {name: _with_lists(value) for name, value in found.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """`value`, with lists for the dictionaries in it that are numbered."""
+    if not isinstance(value, dict):
+        return value
+    inner = {name: _with_lists(each) for name, each in value.items()}
+    return [inner[n] for n in sorted(inner)] if all(isinstance(n, int) for n in inner) else inner
 
 
 def _clean_up(target: Path) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradscale.errors import CallOrderError
-from gradscale.torch.agree import largest
+from gradscale.torch.telling import largest
 from gradscale.torch.unscale import (
     Reading,
     grouped,
@@ -107,7 +107,7 @@ class ClosureStep:
         found |= any(not own.finite for own in window.losses.values() if own.reaches(optimizer))
         loss_finite = bool(torch.isfinite(torch.as_tensor(loss)).all())
         fits = bool(self.reading.fits)
-        found, bad_loss, unfit = self._anywhere(found, not loss_finite, not fits)
+        found, bad_loss, unfit = self.anywhere(found, not loss_finite, not fits)
         loss_finite = not bad_loss
         if loss_finite and not found and not unfit:
             if self._edit is not None:
@@ -119,7 +119,7 @@ class ClosureStep:
         # with everything.
         return torch.full_like(loss, torch.inf) if isinstance(loss, Tensor) else torch.inf
 
-    def _anywhere(self, *flags: bool) -> list[bool]:
+    def anywhere(self, *flags: bool) -> list[bool]:
         """Which of `flags` are up on any rank that must agree."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         groups = self._scaler._agreement.among(params)
@@ -133,7 +133,7 @@ class ClosureStep:
         params = params_with_grad(self._optimizer)  # others were not stepped
         one = torch.ones(())
         bad = any(bool(flag) for flag in read(grouped(params), one).found_inf.values())
-        return not self._anywhere(bad)[0]
+        return not self.anywhere(bad)[0]
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradscale.errors import SettingError, StateError, caller_level
-from gradscale.torch.agree import Marks, device_for
 from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Sent
+from gradscale.torch.telling import Marks, device_for
 
 EVERY = 64
 """Steps from one mark to the next."""
@@ -39,7 +39,11 @@ class Drift:
         return type(self), ("repair" if self._repairs else "raise",)
 
     def mark(self, state: Sequence[Tensor]) -> Tensor | float:
-        """A checksum of `state`, in a step in which marks travel; else 0."""
+        """A checksum of `state`, in a step in which marks travel; else 0.
+
+        First looks at those that have come, which all ranks do at the same place: here.
+        """
+        self._check(state)
         self._count += 1
         first: Tensor = state[0]
         if self._count % EVERY != 1 or capturing():
@@ -48,7 +52,8 @@ class Drift:
         total = torch.zeros_like(first, dtype=torch.int64)
         for place, value in enumerate(whole):
             total = total * 31 + value.to(torch.int64) + place
-        return (total % 2**24).to(torch.float32)
+        # A prime, because two binades are 2**24 in the bits of a float32.
+        return (total % 16777213).to(torch.float32)
 
     def take(self, marks: Marks) -> None:
         """Has the `marks` of all ranks come to the host, by the time that others are sent."""
@@ -57,7 +62,7 @@ class Drift:
         sent = [(weakref.ref(process), Sent.away(each.clone())) for process, each in marks]
         self._due, self._sent = self._sent, sent
 
-    def check(self, state: Sequence[Tensor]) -> None:
+    def _check(self, state: Sequence[Tensor]) -> None:
         """Raises, or repairs `state`, if the marks that have come differ: on all ranks alike."""
         due, self._due = self._due, []
         for ref, sent in due:

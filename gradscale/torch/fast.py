@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from gradscale.policy import Dynamic, Headroom, Off, Static
 from gradscale.torch import kernels
-from gradscale.torch.agree import Group, Report, part_of_norm, settle
+from gradscale.torch.agree import Group, part_of_norm
 from gradscale.torch.contract import is_capable, step_on_device, writes_back
 from gradscale.torch.events import Move, Record
 from gradscale.torch.keeper import LOSSES, STEPS
@@ -36,12 +36,14 @@ from gradscale.torch.outcome import (
     value_at,
 )
 from gradscale.torch.stepping import Stepping, mark_in_stream
+from gradscale.torch.telling import Report, settle
 from gradscale.torch.unscale import grads_of, multiply, params_with_grad
 from gradscale.torch.window import Window
 
 NORM = 3
 """Where the norm is in a summary of `reading`."""
-BAD_LOSS, RANK = Report._fields.index("bad_loss"), Report._fields.index("rank")
+BAD_LOSS, BAD_PENALTY = Report._fields.index("bad_loss"), Report._fields.index("bad_penalty")
+RANK = Report._fields.index("rank")
 _FEW = 4
 """Tables that are read one by one rather than looked for once more, as one."""
 _SLOTS = 1024
@@ -177,18 +179,19 @@ class Fast(Stepping):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `read_and_decide` says, with what other ranks found; and the lowest bad rank."""
         max_norm, smallest_normal, at_once = how
-        self._drift.check(self._live("apply()"))
         summary, numbers = kernels.reading().summarized(
             place.groups, window.inv_scale, max_norm, smallest_normal, at_once
         )
         # Of gradients that are unscaled by now there is nothing more to unscale.
         left = torch.ones_like(window.scale) if at_once else window.inv_scale
         part = part_of_norm(params, groups, summary[NORM], left)
-        agreeing, mark = kernels.agreeing(), self._drift.mark(self._live("apply()"))
+        agreeing, mark = kernels.agreeing(), self._drift.mark(self._guarded())
         words = agreeing.report(summary, part, window.loss_finite, mark, dist.get_rank())
         words, marks = settle(words, groups)
         self._drift.take(marks)
-        window.loss_finite = words[0, BAD_LOSS] == 0
+        # A loss that is not finite because of a penalty, which the scale has spoilt, counts as one.
+        window.loss_finite = words[0, BAD_LOSS] <= words[0, BAD_PENALTY]
+        window.penalty_finite = words[0, BAD_PENALTY] == 0
         question = self._question(window)
         values = agreeing.decide_together(
             words, summary, window.scale, max_norm, row, question, told
@@ -197,7 +200,10 @@ class Fast(Stepping):
 
     def _advance_headroom(self, values: Tensor, window: Window, told: Tensor) -> None:
         """Moves the scale by `Headroom`, once a kernel has decided about the step."""
-        flags = (value_at(values, "finite"), value_at(values, "fits"), value_at(values, "amax"))
+        finite = value_at(values, "finite")
+        if window.penalty_finite is not None:  # another rank's
+            finite = finite & window.penalty_finite
+        flags = (finite, value_at(values, "fits"), value_at(values, "amax"))
         kernels.headroom().advance(
             self._policy,
             self._live("update()"),

@@ -52,6 +52,8 @@ class Moving(ScaleKeeper):
             window.finite = finite
             if window.blank is not None:
                 news = ~window.blank if news is None else news & ~window.blank
+            if window.idle is not None:
+                news = ~window.idle if news is None else news & ~window.idle
             # If loss 0 took no part, its scale, which the gradients have now, can be found too high
             # but not good enough to grow.
             if window.common is not None:

@@ -20,7 +20,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import Format, format_named
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
 from gradscale.torch import compiled
-from gradscale.torch.agree import AUTO, Agreement
+from gradscale.torch.agree import AUTO, Agreement, Group
 from gradscale.torch.calibrating import Calibrating
 from gradscale.torch.drift import Drift
 from gradscale.torch.events import Event, Events, Move, Record
@@ -154,7 +154,6 @@ class GradScaler(Calibrating):
             for optimizer in self._unsettled():
                 self._settle([optimizer], self._use(optimizer, "update", tuple(OptState)))
             found = self._all_found()
-            self._drift.check(self._live("update()"))
             record = self._advance_fast(found)
             if record is not None:
                 self._end_iteration(record)
@@ -163,7 +162,11 @@ class GradScaler(Calibrating):
                 finite = ~torch.stack([self._found(flags) for flags in found]).any()
                 fits = torch.stack([torch.ones_like(finite), *self._fits.values()]).all()
                 window = self._pending()
-                moves = list(self._move(finite, fits, window, self._sizes(window)))
+                sizes = self._sizes(window)
+                apart = self._groups_apart()
+                if apart:
+                    finite, fits, sizes = self._settle_update(apart, finite, fits, sizes)
+                moves = list(self._move(finite, fits, window, sizes))
         steps, last = self._counters[STEPS], self._pending()
         blank = None if last is None else last.blank
         steps += 1 if blank is None else ~blank
@@ -260,9 +263,25 @@ class GradScaler(Calibrating):
     def _unsettled(self) -> list[Optimizer]:
         """The optimizers whose gradients were looked at, and which other ranks do not know of."""
         states = self._per_optimizer_states
-        looked = [key for key in states if states[key]["found_inf_per_device"]]
+        looked = [key for key in states if states[key]["stage"] is not OptState.READY]
         found = [key for key in looked if self._groups.get(key) and key not in self._settled]
         return [self._held[key] for key in found]
+
+    def _groups_apart(self) -> list[Group]:
+        """The groups of all optimizers of this iteration, if they have different ones."""
+        several = [self._held[key] for key in self._groups if key in self._held]
+        kinds = {frozenset(id(g.process) for g in self._groups[id(one)]) for one in several}
+        return self._who(several) if len(kinds) > 1 else []
+
+    def _settle_update(
+        self, groups: list[Group], finite: Tensor, fits: Tensor, sizes: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What the one scale of optimizers is moved by, about which different ranks have agreed."""
+        told = self._settle_all([~finite, ~fits, *sizes.values()], groups)
+        known = {
+            name: value.to(sizes[name].dtype) for name, value in zip(sizes, told[2:], strict=True)
+        }
+        return told[0] == 0, told[1] == 0, known
 
     def _all_found(self) -> list[dict[torch.device, Tensor]]:
         """What was found for every optimizer that was checked and had gradients."""

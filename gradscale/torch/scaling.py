@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.policy import State
 from gradscale.torch import compiled
-from gradscale.torch.agree import Agreement, Group, largest
+from gradscale.torch.agree import Agreement, Group
 from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import check_loss_id
 from gradscale.torch.kernels import capturing
 from gradscale.torch.losses import backward_alone, backward_spared
 from gradscale.torch.moving import Moving
 from gradscale.torch.outcome import Measured, Names, StepOutcome
+from gradscale.torch.telling import largest
 from gradscale.torch.ties import ScalerTie
 from gradscale.torch.unscale import clear, params_with_grad, readable, times, values_of
 from gradscale.torch.window import Fate, Window
@@ -141,6 +142,7 @@ class Scaling(Moving):
     def _begin_pass(self, window: Window, loss: Tensor, _: Tensor) -> None:
         """Called when the backward pass of a scaled `loss` begins: its gradients are `window`'s."""
         window.begin()
+        window.unreduced |= not self._agreement.is_reducing()
         window.note_loss(loss)
         self._made = window
 
@@ -175,6 +177,8 @@ class Scaling(Moving):
         check_loss_id(loss_id)
         if spare and loss_id != 0:
             raise SettingError(f"spare=True goes with the common scale, got loss_id={loss_id!r}.")
+        if self._enabled and (spare or loss_id != 0):
+            self._refuse_unreduced("spare=True" if spare else "a loss_id")
         if spare and self._enabled:
             scaled = [self.scale(one) for one in losses]
             backward_spared(scaled, self._open(losses[0]), self._known(), self._agreed, kwargs)
@@ -197,6 +201,16 @@ class Scaling(Moving):
         for one in losses:
             own.note_loss(one)
         self._made = window
+
+    def _refuse_unreduced(self, what: str) -> None:
+        """Raises if gradients that are not reduced would be set aside, and never be."""
+        window = self._window
+        waiting = window is not None and not window.closed and window.unreduced
+        if waiting or not self._agreement.is_reducing():
+            raise CallOrderError(
+                f"The gradients of a loss with {what} are looked at on their own, so every pass of "
+                "the step must be reduced: not in no_sync(), with set_requires_gradient_sync(True)."
+            )
 
     def _known(self) -> list[Tensor]:
         """The parameters that models and optimizers have told of, where there are ranks."""
@@ -242,6 +256,11 @@ class Scaling(Moving):
             window = self._renew(half or (window is not None and window.half))
         window.half |= half
         if half:
+            if self._agreement.has_stages():
+                raise SettingError(
+                    "The loss is float16, which limits the scale, and stages that have no loss do "
+                    "not know of it. Compute it with loss.float()."
+                )
             self._warn_of_half()
         return window
 

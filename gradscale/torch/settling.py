@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradscale.torch.agree import Group, Report, settle
+from gradscale.torch.agree import Group
 from gradscale.torch.drift import Drift
+from gradscale.torch.keeper import LOSSES
 from gradscale.torch.losses import OwnLoss
 from gradscale.torch.scaling import Scaling
+from gradscale.torch.telling import Report, largest, settle
 from gradscale.torch.unscale import move, params_with_grad, readable
 from gradscale.torch.window import Window
 
@@ -56,6 +58,8 @@ class Settling(Scaling):
         window.penalty_finite = told.bad_penalty == 0
         if losses:
             window.common = told.common > 0
+        if not any(map(params_with_grad, optimizers)):
+            window.idle = told.present == 0
         held_back = torch.stack([told.found * 0, *(each.unfit for each in others)]).amax() > 0
         for optimizer in optimizers:
             key, measured = id(optimizer), self._measured[id(optimizer)]
@@ -66,7 +70,8 @@ class Settling(Scaling):
             self._fits[key] = (told.unfit == 0) & (told.present > 0)
             if losses:
                 self._held_back[key] = held_back
-            measured.bad_rank = told.rank
+            if key not in self._settled:  # else everybody says by now that it was bad
+                measured.bad_rank = told.rank
             if measured.amax is not None or self._policy.goes_by:
                 measured.amax = told.amax
             if measured.upper is not None:
@@ -83,7 +88,7 @@ class Settling(Scaling):
         # Where the host knows, plain numbers are quicker than operations on them.
         plain = readable(state.scale)
 
-        def largest(sizes: Iterable[Any]) -> Any:
+        def highest(sizes: Iterable[Any]) -> Any:
             there = [size for size in sizes if size is not None]
             if plain:
                 return max([0.0, *map(float, there)], key=_order)
@@ -91,27 +96,42 @@ class Settling(Scaling):
             return torch.stack([zero, *(move(size.float(), device) for size in there)]).amax()
 
         def flag(fine: Tensor | None) -> Any:
-            return 0.0 if fine is None else largest([~move(fine, device)])
+            return 0.0 if fine is None else highest([~move(fine, device)])
 
         params = {id(p): p for one in optimizers for p in params_with_grad(one)}.values()
         measured = [self._measured[id(one)] for one in optimizers]
-        bad = largest(self._found(self._found_inf_per_device(one)) for one in optimizers)
+        bad = highest(self._found(self._found_inf_per_device(one)) for one in optimizers)
         elements = float(sum([_size(param.grad) for param in params]))
         rank = float(dist.get_rank())
         return Report(
             found=bad,
-            unfit=largest(flag(self._fits.get(id(one))) for one in optimizers),
+            unfit=highest(flag(self._fits.get(id(one))) for one in optimizers),
             bad_loss=flag(window.loss_finite),
             bad_penalty=flag(window.penalty_finite),
             present=float(bool(params)),
             common=float(window.begun > window.own_passes),
-            amax=largest(one.amax for one in measured),
+            amax=highest(one.amax for one in measured),
             norm=0.0 if norm is None else norm,
-            near=largest(one.upper for one in measured) * elements,
+            near=highest(one.upper for one in measured) * elements,
             elements=elements,
-            mark=self._drift.mark(state),
+            mark=self._drift.mark(self._guarded()),
             rank=(rank if bad else math.inf) if plain else torch.where(bad > 0, rank, math.inf),
         )
+
+    def _guarded(self) -> list[Tensor]:
+        """All that ranks must have the same of: scales, and what is counted for them."""
+        losses = [self._losses[key] for key in sorted(self._losses, key=str)]
+        return [
+            *self._live("step()"),
+            self._counters[LOSSES],
+            *(v for each in losses for v in each),
+        ]
+
+    def _settle_all(self, flags: Sequence[Tensor], groups: Sequence[Group]) -> list[Tensor]:
+        """The largest of each of `flags` on all ranks of `groups`."""
+        scale = self._live("update()").scale
+        words = torch.stack([move(flag, scale.device).float() for flag in flags])
+        return list(largest(words, groups).unbind())
 
     def _words(self, reports: Sequence[Report]) -> Tensor:
         """The words of `reports`, a row for each, on the device of the scale."""

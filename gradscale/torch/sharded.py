@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
-from gradscale.torch.agree import Shards
+from gradscale.torch.agree import WORLD, Shards
 from gradscale.torch.scaler import GradScaler
 
 
@@ -39,8 +37,6 @@ class ShardedGradScaler(GradScaler):
         process_group: Any = None,
         **settings: Any,
     ) -> None:
-        known = dist.is_available() and dist.is_initialized()
-        group = dist.group.WORLD if process_group is None and known else process_group
         super().__init__(
             device,
             init_scale,
@@ -48,6 +44,6 @@ class ShardedGradScaler(GradScaler):
             backoff_factor,
             growth_interval,
             enabled,
-            groups=None if group is None else Shards(group),
+            groups=Shards(WORLD if process_group is None else process_group),
             **settings,
         )

@@ -43,6 +43,21 @@ def local_grad(param: Tensor) -> Any:
     return local(grad)
 
 
+def like_shards(value: Tensor, param: Any) -> Tensor:
+    """`value`, what this rank has of a state of `param`, shared out as that is."""
+    if not hasattr(param, "device_mesh"):
+        return value
+    whole: Tensor = type(param).from_local(
+        value,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return whole
+
+
 def lay_out(param: Tensor) -> None:
     """Replaces a dense gradient that lies other than `param` by a copy that does not."""
     here, there = local(param), local_grad(param)
@@ -51,16 +66,4 @@ def lay_out(param: Tensor) -> None:
     if there.is_contiguous() and here.is_contiguous():
         return
     if there.stride() != here.stride():
-        copy = torch.empty_like(here).copy_(there)
-        grad: Any = param.grad
-        if grad is there:
-            param.grad = copy
-        else:
-            param.grad = type(grad).from_local(
-                copy,
-                grad.device_mesh,
-                grad.placements,
-                run_check=False,
-                shape=grad.shape,
-                stride=grad.stride(),
-            )
+        param.grad = like_shards(torch.empty_like(here).copy_(there), param)

@@ -23,7 +23,7 @@ from gradscale.torch.follow import Followers, innermost
 from gradscale.torch.kernels import capturing
 from gradscale.torch.outcome import Blame, Measured, StepOutcome, event_on, told_by
 from gradscale.torch.scaling import refuse_capture
-from gradscale.torch.unscale import gradients_of, params_with_grad, read, readable
+from gradscale.torch.unscale import Reading, gradients_of, params_with_grad, read, readable
 from gradscale.torch.window import Fate, Window
 
 
@@ -124,9 +124,13 @@ class Stepping(Checking):
                 self.unscale_(optimizer)  # gradients from before the step, as SAM wants them
         ready = self._stage(optimizer) is OptState.UNSCALED
         run = ClosureStep(self, optimizer, closure, ready, edit)
-        result = None if ready and bool(self._skipped(optimizer)) else run.step(args, kwargs)
+        held = run.anywhere(ready and bool(self._skipped(optimizer)))[0]
+        result = None if held else run.step(args, kwargs)
         if run.reading is not None:
             self._record(optimizer, run.reading, OptState.UNSCALED)
+        elif not ready:  # the gradients of another rank were bad before it began
+            none = Reading({}, torch.ones((), dtype=torch.bool))
+            self._record(optimizer, none, OptState.UNSCALED)
         window = self._use(optimizer, "step", (OptState.UNSCALED,))
         window.mark(params_with_grad(optimizer))
         self._settle([optimizer], window)

@@ -133,6 +133,8 @@ class Window:
         self._inv_scale = scale.reciprocal() if captured else None
         self.begun = 0
         """How many backward passes have begun."""
+        self.unreduced = False
+        """Whether one of them left gradients that other ranks have not heard of, in no_sync()."""
         self.half = False
         """Whether one of the losses was float16."""
         self.closed = False
@@ -148,6 +150,8 @@ class Window:
         who makes an optimizer allocate its state. None where losses were scaled."""
         self.own_passes = 0
         """How many of the backward passes were of losses with a scale of their own."""
+        self.idle: Tensor | None = None
+        """bool: whether no rank had a gradient; None where this one has, or is alone."""
         self.common: Tensor | None = None
         """bool: whether any rank had a backward pass of a loss with the common scale; None where
         this rank alone decides."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradscale as gs
 import shared_models
 from gradscale.errors import SettingError
-from gradscale.torch import GradScaler, agree
+from gradscale.torch import GradScaler, telling
 from gradscale.torch.agree import Agreement, Shards
 from ranks import be_a_rank, everyone, run_ranks
 from shared_models import OPTIMIZERS, WIDTH, batch, loss_of, net
@@ -239,8 +239,8 @@ def check_rounds() -> None:
     """Raises if a group that gathers in two rounds knows less than one that gathers in one."""
     rank = dist.get_rank()
     told = []
-    for limit in (agree.LARGE, 3):
-        agree.LARGE = limit
+    for limit in (telling.LARGE, 3):
+        telling.LARGE = limit
         torch.manual_seed(rank)
         model = nn.Linear(4, 4)
         scaler = GradScaler("cpu", init_scale=2.0**8, groups=Shards(dist.group.WORLD))
@@ -258,7 +258,7 @@ def check_rounds() -> None:
         assert one[:2] == two[:2]
         # Four numbers, added up in another order.
         assert math.isclose(one[2], two[2], rel_tol=4 * 2**-24) or not one[0]
-    row, column = agree._squares[dist.group.WORLD]
+    row, column = telling._squares[dist.group.WORLD]
     assert dist.get_process_group_ranks(row()) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(column()) == [rank % 2, rank % 2 + 2]
 
@@ -341,7 +341,7 @@ def test_two_ranks(checks: str, tmp_path: Path) -> None:
 
 def test_large_groups_gather_in_two_rounds(tmp_path: Path) -> None:
     run_ranks(__file__, "rounds", 4, tmp_path)
-    assert [agree._side(size) for size in (1, 2, 12, 257, 1024, 100_000)] == [1, 1, 3, 1, 32, 250]
+    assert [telling._side(size) for size in (1, 2, 12, 257, 1024, 100_000)] == [1, 1, 3, 1, 32, 250]
 
 
 def test_four_ranks_agree_in_ten_thousand_steps(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscale.torch import kernels
-from gradscale.torch.agree import Report, together
+from gradscale.torch.telling import Report, together
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

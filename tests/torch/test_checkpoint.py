@@ -65,6 +65,9 @@ def test_a_sharded_checkpoint_without_a_scaler_warns(tmp_path: Path) -> None:
     """One process is a number of ranks, too; test_agree_files.py has others."""
     weights = {"model": {"w": torch.arange(4.0)}}
     scaler = GradScaler("cpu", init_scale=2.0**5)
+    one = torch.ones((), requires_grad=True)
+    scaler.backward(one * 1, loss_id="other")
+    scaler._losses["other"].scale.fill_(8.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there is one process
         dcp.save(weights, checkpoint_id=tmp_path / "without")
@@ -78,6 +81,8 @@ def test_a_sharded_checkpoint_without_a_scaler_warns(tmp_path: Path) -> None:
         assert bool(texts) == (name == "without")
         assert all("under 'scaler'" in text and "It has model." in text for text in texts)
         assert fresh.get_scale() == scale
+        if name == "with":
+            assert fresh.get_scale("other") == 8.0
         assert torch.equal(loaded["model"]["w"], weights["model"]["w"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import optim
 
 from gradscale.errors import StateError
-from gradscale.torch import GradScaler, agree, drift
+from gradscale.torch import GradScaler, drift, telling
 from ranks import be_a_rank, everyone, run_ranks
 from shared_models import batch, loss_of, net
 
@@ -51,7 +51,7 @@ def check_drift(odd: int = 1) -> None:
 
 def check_rounds() -> None:
     """Raises if ranks that gather in two rounds do not all hear of it."""
-    agree.LARGE, drift.EVERY = 3, 8
+    telling.LARGE, drift.EVERY = 3, 8
     for odd in (1, 2, 3):
         check_drift(odd)
 

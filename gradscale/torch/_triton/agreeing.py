@@ -164,6 +164,7 @@ def _decide(
         clip,
         tl.load(summary + 5),
         tl.load(summary + 6),
+        tl.load(words + 3) != 0,
         window_scale_at,
         row_at,
         loss_finite_at,

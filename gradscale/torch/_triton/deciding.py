@@ -183,6 +183,7 @@ def decide(
     clip,
     share,
     peak,
+    spoilt,
     window_scale_at,
     row_at,
     loss_finite_at,
@@ -205,13 +206,16 @@ def decide(
     LOSSES: tl.constexpr,
     MOVES: tl.constexpr,
 ):
-    """Writes what becomes of a step whose gradients `summarize` found to be like this."""
+    """Writes what becomes of a step whose gradients `summarize` found to be like this.
+
+    The scale also falls if it has `spoilt` anything else.
+    """
     finite = found == 0
     skipped = found | (fits == 0)
     row = tl.where(skipped, tl.load(row_at) + 1, 0)
     tl.store(row_at, row)
     loss_finite = advance(
-        finite,
+        finite & (spoilt == 0),
         skipped == 0,
         row,
         loss_finite_at,

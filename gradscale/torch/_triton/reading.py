@@ -125,6 +125,7 @@ def _read(
                     clip,
                     share,
                     peak,
+                    found & (found == 0),
                     window_scale_at,
                     row_at,
                     loss_finite_at,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradscale.errors import SettingError, StateError
+from gradscale.torch.shards import like_shards, local
 
 HALVES = (torch.float16, torch.bfloat16)
 """The formats whose weights have masters."""
@@ -60,8 +61,9 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def master_of(param: Tensor, state: dict[str, Any]) -> Tensor:
-    """The float32 master of `param`, as its state has it; that of a split one is a copy."""
-    return join(param, state[LOW]) if LOW in state else state[WHOLE]
+    """The float32 master of `param`, as far as it is here; that of a split one is a copy."""
+    # In parts: shifts of DTensors do nothing (torch 2.13).
+    return join(local(param), local(state[LOW])) if LOW in state else local(state[WHOLE])
 
 
 def settle(param: Tensor, state: dict[str, Any], mode: str) -> None:
@@ -71,18 +73,17 @@ def settle(param: Tensor, state: dict[str, Any], mode: str) -> None:
         return
     if WHOLE in state:
         follow(param, state)
-    whole = master_of(param, state) if WHOLE in state or LOW in state else param.detach().float()
+    known = WHOLE in state or LOW in state
+    whole = master_of(param, state) if known else local(param).detach().float()
     state.pop(other, None)
-    if mode == "float32":
-        state[WHOLE] = whole
-    else:
-        put(param, state, whole, mode)
+    begin(param, state, whole, mode)
 
 
 def begin(param: Tensor, state: dict[str, Any], whole: Tensor, mode: str) -> None:
     """Gives `param`, which was `whole` before it was cast, that very number for a master."""
+    whole = local(whole)
     if mode == "float32":
-        state[WHOLE] = whole
+        state[WHOLE] = like_shards(whole, param)
     else:
         put(param, state, whole, mode)
 
@@ -109,22 +110,22 @@ def _lies_as(value: Tensor, param: Tensor) -> bool:
 
 
 def put(param: Tensor, state: dict[str, Any], whole: Tensor, mode: str) -> None:
-    """Writes `param` and its master anew, in place where there is one."""
+    """Writes `param` and its master, as far as it is here, anew; in place where there is one."""
     if mode == "float32":
-        param.copy_(state[WHOLE].copy_(whole))
+        local(param).copy_(local(state[WHOLE]).copy_(whole))
         return
     high, low = part(whole, param.dtype)
-    param.copy_(high)
+    local(param).copy_(high)
     if LOW in state:
-        state[LOW].copy_(low)
+        local(state[LOW]).copy_(low)
     else:
-        state[LOW] = low
+        state[LOW] = like_shards(low, param)
 
 
 def follow(param: Tensor, state: dict[str, Any]) -> None:
     """Takes over what somebody else has written to `param` into its float32 master."""
-    whole = state[WHOLE]
-    whole.copy_(torch.where(whole.to(param.dtype) == param, whole, param.float()))
+    whole, weight = local(state[WHOLE]), local(param)
+    whole.copy_(torch.where(whole.to(weight.dtype) == weight, whole, weight.float()))
 
 
 def take_unrounded(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -305,7 +305,7 @@ class OnePass(torch.optim.Optimizer):
         stand = local(param).detach()
         grad = local_grad(param)
         if param.dtype in masters.HALVES:
-            stand, grad = local(masters.master_of(param, state)), grad.float()
+            stand, grad = masters.master_of(param, state), grad.float()
         stand.grad = grad
         kept = (masters.WHOLE, masters.LOW)
         self.state[stand] = {k: local(v) for k, v in state.items() if k not in kept}
@@ -322,8 +322,7 @@ class OnePass(torch.optim.Optimizer):
             local_grad(param).copy_(stand.grad)
         stand.grad = None
         if half:
-            here = {name: local(value) for name, value in state.items()}
-            masters.put(local(param), here, stand, self._master)
+            masters.put(param, state, stand, self._master)
         if not all_plain([param]):
             torch.autograd.graph.increment_version([param])
 
