@@ -74,12 +74,15 @@ class Agreement:
         if self._auto and groups != AUTO:
             raise SettingError(f'groups must be "auto", None or process groups, got {groups!r}.')
         self._silent = groups is None
+        self.has_losses = False
+        """Whether all ranks have a loss, although they have different parameters."""
         self._warned = False
         self._wrappers: list[weakref.ref[nn.Module]] = []
         self._known: list[Group] = []
         """Process groups weakly: one of gloo's that outlives its end can abort the process."""
         # Those of all ranks may come later than this.
         self._later = groups if isinstance(groups, Shards) and groups.group == WORLD else None
+        self._saved = groups if self._silent or self._later else AUTO
         if groups is not None and not self._auto and self._later is None:
             self._take(list(_members(groups)))
 
@@ -94,7 +97,7 @@ class Agreement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Process groups stay in their process: elsewhere it finds out anew."""
-        return type(self), (None if self._silent else AUTO,)
+        return type(self), (self._saved,)
 
     def __copy__(self) -> Agreement:
         return self
@@ -117,7 +120,7 @@ class Agreement:
 
     def has_stages(self) -> bool:
         """Whether it was said that ranks have different parameters, so perhaps no loss."""
-        return not self._auto and any(known.shards for known in self._known)
+        return not (self._auto or self.has_losses) and any(known.shards for known in self._known)
 
     def is_reducing(self) -> bool:
         """Whether all wrappers reduce the gradients of a backward pass: none is in no_sync()."""
@@ -253,9 +256,14 @@ def _without_parts(groups: list[Group]) -> list[Group]:
     return left
 
 
+def has_ranks() -> bool:
+    """Whether this process is a rank, perhaps the only one."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def _several() -> bool:
     """Whether there are several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > ALONE
+    return has_ranks() and dist.get_world_size() > ALONE
 
 
 def _loose(group: Group) -> Group:

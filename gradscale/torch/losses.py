@@ -182,8 +182,8 @@ def _apart(
         for leaf, grad, copy in before:
             leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
         raise
-    lost = dist.is_initialized() and any(leaf.grad is None for leaf in leaves)
-    if lost and all(param.grad is None for param in others):
+    lost = any(leaf.grad is None for leaf in leaves) and dist.is_available()
+    if lost and dist.is_initialized() and all(param.grad is None for param in others):
         raise CallOrderError(
             f"The gradients of a loss with {what} have gone to tensors that the scaler does not "
             "know, as those of FSDP do. Call optimizer.zero_grad(), and scaler.name(model) before "

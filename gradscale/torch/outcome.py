@@ -297,7 +297,7 @@ class Names:
     def __init__(self) -> None:
         self._given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._stands: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
-        self._last_stand: dict[int, int] = {}
+        self._last_stand: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
 
     def take(self, model: torch.nn.Module) -> None:
         """Takes over the names that `model` has for its parameters."""
@@ -310,10 +310,12 @@ class Names:
 
     def stand_in(self, param: Tensor, stand: Tensor) -> None:
         """Has `stand`, which an optimizer sees in the place of `param`, go by the same name."""
-        last = self._last_stand.get(id(param))
-        if last is not None and last != id(stand):
-            self._given.pop(last, None)
-        self._last_stand[id(param)] = id(stand)
+        last, gone = self._last_stand.get(id(param), (0, None))
+        known, _ = self._given.get(last, (None, ""))
+        # Unless a new one, of another parameter, lies where the last one lay.
+        if gone is not None and known is not None and known() is gone() is not stand:
+            del self._given[last]
+        self._last_stand[id(param)] = id(stand), weakref.ref(stand)
         self._stands[id(param)] = weakref.ref(param), weakref.ref(stand)
         known, name = self._given.get(id(param), (None, ""))
         if known is not None and known() is param:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError, caller_level
 from gradscale.policy import State
 from gradscale.torch import compiled
-from gradscale.torch.agree import Agreement, Group
+from gradscale.torch.agree import Agreement, Group, has_ranks
 from gradscale.torch.beside import Beside
 from gradscale.torch.keeper import check_loss_id
 from gradscale.torch.kernels import capturing
@@ -214,7 +213,7 @@ class Scaling(Moving):
 
     def _known(self) -> list[Tensor]:
         """The parameters that models and optimizers have told of, where there are ranks."""
-        if not dist.is_initialized():
+        if not has_ranks():
             return []
         several = [ref() for ref in self._seen.values()]
         groups = [group for one in several if one is not None for group in one.param_groups]

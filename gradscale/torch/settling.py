@@ -96,7 +96,7 @@ class Settling(Scaling):
             return torch.stack([zero, *(move(size.float(), device) for size in there)]).amax()
 
         def flag(fine: Tensor | None) -> Any:
-            return 0.0 if fine is None else highest([~move(fine, device)])
+            return highest([] if fine is None else [~move(fine, device)])
 
         params = {id(p): p for one in optimizers for p in params_with_grad(one)}.values()
         measured = [self._measured[id(one)] for one in optimizers]
@@ -120,12 +120,8 @@ class Settling(Scaling):
 
     def _guarded(self) -> list[Tensor]:
         """All that ranks must have the same of: scales, and what is counted for them."""
-        losses = [self._losses[key] for key in sorted(self._losses, key=str)]
-        return [
-            *self._live("step()"),
-            self._counters[LOSSES],
-            *(v for each in losses for v in each),
-        ]
+        states = [self._live("step()"), *(self._losses[k] for k in sorted(self._losses, key=str))]
+        return [*(value for state in states for value in state), self._counters[LOSSES]]
 
     def _settle_all(self, flags: Sequence[Tensor], groups: Sequence[Group]) -> list[Tensor]:
         """The largest of each of `flags` on all ranks of `groups`."""

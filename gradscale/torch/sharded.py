@@ -47,3 +47,4 @@ class ShardedGradScaler(GradScaler):
             groups=Shards(WORLD if process_group is None else process_group),
             **settings,
         )
+        self._agreement.has_losses = True  # of their own data

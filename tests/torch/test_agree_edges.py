@@ -264,6 +264,8 @@ def check_before() -> None:
     BEFORE.update()
     assert BEFORE.get_scale() == 2.0**7
     assert torch.equal(param, torch.ones(2))
+    with pytest.warns(UserWarning, match="The loss is float16"):  # and all ranks have one
+        BEFORE.scale(param.half().sum())
 
 
 def check_drift() -> None:

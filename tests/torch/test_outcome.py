@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from gradscale import CallOrderError, Static
 from gradscale.torch import GradScaler, StepOutcome
+from gradscale.torch.outcome import Names
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -110,3 +111,18 @@ def test_an_outcome_before_the_first_step_is_an_error() -> None:
         scaler.outcome()
     with pytest.raises(CallOrderError, match="step"):
         scaler.outcome(SGD([torch.ones(1)], lr=1.0))
+
+
+def test_a_name_is_not_lost_to_a_tensor_that_lies_where_another_lay() -> None:
+    model, names = torch.nn.Linear(2, 1), Names()
+    names.take(model)
+    old = torch.ones(1)
+    names.stand_in(model.bias, old)
+    _, gone = names._last_stand[id(model.bias)]
+    del old
+    new = torch.ones(1, 2)
+    names._last_stand[id(model.bias)] = id(new), gone  # as if it had its address
+    names.stand_in(model.weight, new)
+    again = torch.ones(1)
+    names.stand_in(model.bias, again)
+    assert [names._given[id(each)][1] for each in (new, again)] == ["weight", "bias"]

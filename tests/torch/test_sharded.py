@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torchs
 
 from gradscale.torch import GradScaler, ShardedGradScaler
+from gradscale.torch.agree import Shards
 
 
 def test_it_takes_torchs_arguments_in_torchs_order() -> None:
@@ -30,3 +33,11 @@ def test_one_rank_is_on_its_own() -> None:
     scaler = ShardedGradScaler("cpu")
     scaler.backward(model(torch.ones(1, 2)).sum())
     assert scaler.apply(optimizer).applied
+
+
+def test_it_stays_what_it_is() -> None:
+    scaler = ShardedGradScaler("cpu")
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert copied._agreement._later == scaler._agreement._later == Shards("world")
+    with pytest.warns(UserWarning, match="The loss is float16"):  # and all ranks have one
+        scaler.scale(torch.ones((), dtype=torch.float16))
