@@ -241,6 +241,11 @@ def _without_parts(groups: list[Group]) -> list[Group]:
         mine = _ranks(group.process)
         others = [each for each in groups if each is not group]
         inside = [each for each in others if mine < _ranks(each.process)]
+        if group.shards and not all(each.shards for each in inside):
+            raise SettingError(
+                f"The ranks {sorted(mine)} have shards, and a group that has all of them copies. "
+                "Pass the ranks that have copies of the same shards as that group."
+            )
         same = [each for each in left if _ranks(each.process) == mine]
         if not inside and not same:
             left.append(group)

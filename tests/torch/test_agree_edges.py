@@ -61,6 +61,10 @@ def check_meshes() -> None:
     model = layers()
     both = [dist.group.WORLD, dist.new_group([0, 1, 2, 3])]
     compare_norms(model, copy.deepcopy(model), GradScaler("cpu", groups=both))
+    pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+    scaler = GradScaler("cpu", groups=[dist.group.WORLD, *map(Shards, pairs)])
+    with pytest.raises(SettingError, match=r"have shards, and a group that has all of them copies"):
+        scaler._agreement.among([])
     # Of every rank: two groups of three.
     ranks = [dist.new_group(each) for each in ([0, 1, 2], [1, 2, 3])]
     if dist.get_rank() in (1, 2):
