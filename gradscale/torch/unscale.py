@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from gradscale.torch import kernels
 from gradscale.torch.shards import all_plain, local_grad
 
-# A norm is taken of values times 2**-100, 1 or 2**100, whichever keeps the squares within float32.
-_LARGE, _SMALL, _SHIFT = 2.0**40, 2.0**-30, 2.0**100
+# A norm is taken of values whose largest magnitude is between these, or is brought near 1, so that
+# squares, and sums of 2**40 of them, stay within float32.
+_LARGE, _SMALL, _FURTHEST = 2.0**40, 2.0**-30, 100
 # Elements of temporary copies at a time (256 MiB), so that a norm does not double the memory.
 _CHUNK = 2**26
 # Elements up to which a tensor is small, and of the rows that a large one is read by.
@@ -262,7 +263,10 @@ def read_all(
         return _read_by_kernel(values, inv_scale, max_norm)
     reading, amax = _survey(values, inv_scale)
     one = torch.ones_like(inv_scale)
-    shift = torch.where(amax > _LARGE, one / _SHIFT, torch.where(amax < _SMALL, one * _SHIFT, one))
+    # An even power of two, whose root is exact.
+    power = torch.frexp(amax).exponent.clamp(-_FURTHEST, _FURTHEST) // 2 * -2
+    odd = (amax > _LARGE) | (amax < _SMALL)
+    shift = torch.where(odd, torch.ldexp(one, power), one)
     return reading, _norm(_root(values, shift), shift, inv_scale, max_norm)
 
 

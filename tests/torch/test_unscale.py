@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradscale.torch import kernels
 from gradscale.torch.unscale import (
     clear,
     grouped,
@@ -16,6 +17,7 @@ from gradscale.torch.unscale import (
     multiply,
     params_with_grad,
     read,
+    read_all,
     read_norm,
     readable,
     unscale,
@@ -276,3 +278,14 @@ def test_a_flag_on_the_cpu_is_readable_and_stays_in_place() -> None:
     flag = torch.tensor(True)
     assert readable(flag)
     assert move(flag, torch.device("cpu")) is flag
+
+
+@pytest.mark.parametrize("count", [1, 4, 1000])
+def test_the_norm_is_right_in_every_binade(count: int) -> None:
+    for exponent in range(-140, 120):
+        values = grouped([torch.full((count,), 2.0**exponent)])
+        with kernels.use("reference"):
+            norm = read_all(values, torch.ones(()))[1]
+        # A sum of so many squares, its root, and three products.
+        assert math.isclose(norm.total, math.sqrt(count) * 2.0**exponent, rel_tol=count * 2**-24)
+        assert norm.factor == 1
