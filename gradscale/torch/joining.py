@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from gradscale.errors import SettingError
+from gradscale.torch.contract import as_optimizers
 
 
 class JoinableStep(Joinable):
@@ -54,12 +55,7 @@ class JoinableStep(Joinable):
                 f"model must be the DDP model, got {type(model).__name__}. Wrap it in "
                 "DistributedDataParallel first."
             )
-        given: Any = optimizers
-        alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
-        self.optimizers: list[Any] = [given] if alone else list(given)
-        odd = [one for one in self.optimizers if not hasattr(one, "param_groups")]
-        if odd:
-            raise SettingError(f"optimizers must be optimizers, got {type(odd[0]).__name__}.")
+        self.optimizers = as_optimizers(optimizers, "JoinableStep")
         self.step = step
         self.model = model
 

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.agree import has_ranks
 from gradscale.torch.unscale import (
     Reading,
     clear,
@@ -182,8 +182,8 @@ def _apart(
         for leaf, grad, copy in before:
             leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
         raise
-    lost = any(leaf.grad is None for leaf in leaves) and dist.is_available()
-    if lost and dist.is_initialized() and all(param.grad is None for param in others):
+    lost = any(leaf.grad is None for leaf in leaves) and has_ranks()
+    if lost and all(param.grad is None for param in others):
         raise CallOrderError(
             f"The gradients of a loss with {what} have gone to tensors that the scaler does not "
             "know, as those of FSDP do. Call optimizer.zero_grad(), and scaler.name(model) before "

@@ -16,6 +16,7 @@ from gradscale.torch.drift import Drift
 from gradscale.torch.keeper import LOSSES
 from gradscale.torch.losses import OwnLoss
 from gradscale.torch.scaling import Scaling
+from gradscale.torch.shards import local
 from gradscale.torch.telling import Report, largest, settle
 from gradscale.torch.unscale import move, params_with_grad, readable
 from gradscale.torch.window import Window
@@ -191,5 +192,5 @@ def _order(size: float) -> float:
 
 def _size(grad: Any) -> int:
     """How many elements of a gradient this rank has."""
-    part = getattr(grad, "_local_tensor", grad)
+    part = local(grad)
     return int(part._nnz() if part.layout is torch.sparse_coo else part.numel())

@@ -142,7 +142,8 @@ def check_next_epoch() -> None:
     """Raises if ranks go different ways after it, or if they do not where nobody prevents it."""
     rank = dist.get_rank()
     for kind in OPTIMIZERS:
-        for optimizers, alike in ((None, True), ([], False)):
+        other = optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+        for optimizers, alike in ((None, True), (other, False)):
             run = Run(kind)
             with run.join(optimizers):
                 run.train(COUNTS[rank])
@@ -258,7 +259,7 @@ def test_its_arguments_are_checked(one_rank: Any) -> None:
     with pytest.raises(SettingError, match=r"step must be a function, got AdamW"):
         JoinableStep(run.optimizer, run.step, run.wrapped)  # type: ignore[arg-type]
     for given, what in ((run.step, "method"), ([run.optimizer, "adam"], "str")):
-        with pytest.raises(SettingError, match=f"optimizers must be optimizers, got {what}"):
+        with pytest.raises(SettingError, match=f"optimizer must be one or more, got {what}"):
             JoinableStep(run.step, given, run.wrapped)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match=r"model must be the DDP model, got Sequential. Wrap it"):
         JoinableStep(run.step, run.optimizer, run.model)  # type: ignore[arg-type]
