@@ -263,10 +263,10 @@ def read_all(
         return _read_by_kernel(values, inv_scale, max_norm)
     reading, amax = _survey(values, inv_scale)
     one = torch.ones_like(inv_scale)
-    # An even power of two, whose root is exact.
+    # An even power of two, whose root is exact; by its bits, because no other way surely is.
     power = torch.frexp(amax).exponent.clamp(-_FURTHEST, _FURTHEST) // 2 * -2
     odd = (amax > _LARGE) | (amax < _SMALL)
-    shift = torch.where(odd, torch.ldexp(one, power), one)
+    shift = torch.where(odd, ((power.to(torch.int32) + 127) << 23).view(torch.float32), one)
     return reading, _norm(_root(values, shift), shift, inv_scale, max_norm)
 
 
