@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
 TORCH := $(shell grep '^torch==' constraints-dev.txt)
 
-.PHONY: demo test lint bench mutants clean
+.PHONY: demo test soak lint bench mutants clean
 
 demo: $(STAMP)
 	$(BIN)/gradscale demo
@@ -19,6 +19,11 @@ demo: $(STAMP)
 # notice it, so their time grows with the list while `make test` has to stay short.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=fixed
+
+# What takes minutes each and finds something once in a while: random histories by the thousand, and
+# thousands of steps of several ranks. `make test` runs a tenth of them.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,8 +42,8 @@ from _sharing import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from gradscale.torch.agree import Agreement
-from gradscale.torch.telling import Report, settle
+from gradscale.torch.distributed.consensus import Report, all_reports
+from gradscale.torch.distributed.groups import Groups
 
 Call = Callable[[], object]
 WARM_UP, BURST = 5, 10
@@ -145,7 +145,7 @@ def _agreements(group: Any, size: int) -> tuple[Call, Call, Call]:
     gathered = torch.empty(size * len(words))
     report = words.unsqueeze(0)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    groups = Agreement(group).among([]) if dist.get_rank(group) >= 0 else []
+    groups = Groups(group).among([]) if dist.get_rank(group) >= 0 else []
 
     def torchs() -> None:
         work: Any = dist.all_reduce(found, async_op=True, group=group)
@@ -154,7 +154,7 @@ def _agreements(group: Any, size: int) -> tuple[Call, Call, Call]:
     return (
         torchs,
         lambda: gather(gathered, words, group=group),
-        lambda: settle(report, groups),
+        lambda: all_reports(report, groups),
     )
 
 

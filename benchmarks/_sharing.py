@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscale.torch import GradScaler, ShardedGradScaler
-from gradscale.torch.agree import Shards
+from gradscale.torch.distributed.groups import Shards
 
 WIDTH, BATCH = 8, 8
 # With so large an eps small errors of gradients stay small errors of weights.

@@ -42,8 +42,8 @@ from torch.nn import functional
 import gradscale
 from gradscale import Static
 from gradscale.torch import MixedPrecision
+from gradscale.torch.mixed_precision import MODES
 from gradscale.torch.optim import AdamW
-from gradscale.torch.precision import MODES
 
 RESULTS = Path(__file__).parent / "modes.csv"
 PAGE = Path(__file__).parents[1] / "docs" / "modes.md"

@@ -12,7 +12,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,9 +20,7 @@ from gradscale.torch import MixedPrecision
 STEPS = 30
 
 
-def main() -> None:
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("nccl" if cuda else "gloo")
+def train(cuda: bool) -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.manual_seed(0)
@@ -55,6 +52,14 @@ def main() -> None:
         raise SystemExit("Step 10 should have been skipped, and no other.")
     if rank == 0:
         print(f"{len(everyone)} ranks, step 10 skipped by all of them, loss {loss.item():.3f}")
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl" if cuda else "gloo")
+    # In a function of its own: when it returns, nothing but torch holds a group, so that this ends
+    # gloo's threads. One that is still there when the interpreter ends can abort the process.
+    train(cuda)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradscale as gs
@@ -25,18 +24,15 @@ from gradscale.torch.optim import AdamW
 STEPS = 30
 
 
-def main() -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (world,))
-    rank = dist.get_rank()
+def train(mesh: DeviceMesh) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)).to(mesh.device_type)
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=half)
     optimizer = AdamW(model.parameters(), lr=1e-2)  # steps the shards that this rank has
-    # The gradients tell which ranks must agree.
+    # The meshes of the gradients determine which ranks must agree.
     scaler = GradScaler(mesh.device_type, policy=gs.Headroom())
 
     torch.manual_seed(rank)
@@ -53,14 +49,22 @@ def main() -> None:
         applied.append(bool(outcome.applied))
         norms.append(float(outcome.grad_norm))  # type: ignore[arg-type]
 
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, (applied, norms[:10], scaler.get_scale()))
-    if any(each != told[0] for each in told):
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, (applied, norms[:10], scaler.get_scale()))
+    if any(each != found[0] for each in found):
         raise SystemExit("The ranks have gone different ways.")
     if applied != [step != 10 for step in range(STEPS)]:
         raise SystemExit("Step 10 should have been skipped, and no other.")
     if rank == 0:
         print(f"{world} ranks, step 10 skipped by all of them, loss {loss.item():.3f}")
+
+
+def main() -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world
+    # In a function of its own: when it returns, nothing but torch holds a group, so that this ends
+    # gloo's threads. One that is still there when the interpreter ends can abort the process.
+    train(init_device_mesh("cuda" if cuda else "cpu", (world,)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """MixedPrecision: one object for formats, scale, clipping, skipping, scheduler and accumulation.
 
 An autoencoder learns to draw 1,797 handwritten digits through four numbers each. Weights and passes
-are float16, beside float32 masters, and every step is the mean of four micro-batches.
+are float16, with float32 masters, and every step is the mean of four micro-batches.
 """
 
 from __future__ import annotations

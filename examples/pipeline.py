@@ -12,13 +12,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gradscale as gs
 from gradscale.torch import GradScaler
-from gradscale.torch.agree import Shards
+from gradscale.torch.distributed.groups import Shards
 
 STEPS = 30
 
@@ -36,16 +35,14 @@ class Half(nn.Module):
         return outputs
 
 
-def main() -> None:
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= 2
-    dist.init_process_group("nccl" if cuda else "gloo")
+def train(cuda: bool) -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.manual_seed(rank)
     layers = [nn.Linear(8, 32), nn.GELU()] if rank == 0 else [nn.Linear(32, 1)]
     stage = Half(*layers).to(device)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2, fused=True)
-    # Stages hold different parameters in plain tensors, which nobody can see: so it is said.
+    # Stages hold different parameters in plain tensors, which does not show: so it is said.
     scaler = GradScaler(device.type, policy=gs.Headroom(), groups=Shards(dist.group.WORLD))
     losses: list[Tensor] = []
 
@@ -70,14 +67,22 @@ def main() -> None:
                 torch.nn.init.constant_(param.grad, math.inf)  # type: ignore[arg-type]
         applied.append(bool(scaler.apply(optimizer, clip_norm=1.0).applied))
 
-    told: list[object] = [None, None]
-    dist.all_gather_object(told, (applied, scaler.get_scale()))
-    if told[0] != told[1]:
+    found: list[object] = [None, None]
+    dist.all_gather_object(found, (applied, scaler.get_scale()))
+    if found[0] != found[1]:
         raise SystemExit("The stages have gone different ways.")
     if applied != [step != 10 for step in range(STEPS)]:
         raise SystemExit("Step 10 should have been skipped, and no other.")
     if rank == 1:
         print(f"2 stages, step 10 skipped by both, loss {torch.stack(losses[-4:]).mean():.3f}")
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= 2
+    dist.init_process_group("nccl" if cuda else "gloo")
+    # In a function of its own: when it returns, nothing but torch holds a group, so that this ends
+    # gloo's threads. One that is still there when the interpreter ends can abort the process.
+    train(cuda)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """A run that is killed and resumed ends bit for bit where an undisturbed run ends.
 
 A child process trains and is killed with SIGKILL at whatever moment that catches it. The run then
-goes on from the last checkpoint, which is whole at any time: checkpoint.save() writes it beside the
-old one and puts it in its place at once.
+goes on from the last checkpoint, which is whole at any time: checkpoint.save() writes a new file
+and then replaces the old one with it.
 """
 
 from __future__ import annotations

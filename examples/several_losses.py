@@ -1,4 +1,4 @@
-"""A loss with a scale of its own: a tiny auxiliary loss beside a main loss, on one shared trunk.
+"""A loss with a scale of its own: a tiny auxiliary loss and a main loss, on one shared trunk.
 
 The main loss can bear only a small scale. At that scale all gradients of the auxiliary loss are
 smaller than anything float16 can hold, and its head learns nothing. A loss_id gives it its own

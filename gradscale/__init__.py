@@ -1,4 +1,4 @@
-"""Loss scaling for mixed-precision training: the rules, for every framework, importing none."""
+"""Loss scaling for mixed-precision training: policies for every framework; imports none of them."""
 
 from gradscale.errors import CallOrderError, SettingError, StateError, StuckError
 from gradscale.formats import FORMATS, Format

@@ -1,7 +1,7 @@
-"""The errors gradscale raises at its callers.
+"""The exceptions that gradscale raises.
 
-Each also is the built-in error that torch raises in the same place, so code that catches torch's
-keeps working.
+Each is also a subclass of the built-in exception that torch raises in the same place, so code that
+catches torch's keeps working.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import sys
 
 
 class SettingError(ValueError, AssertionError):
-    """A setting breaks its rule; the message names the setting, the rule and the value."""
+    """A setting has a wrong value; the message names the setting, the rule and the value."""
 
 
 class CallOrderError(RuntimeError, AssertionError):
-    """A call came too early, too late or twice; the message names the call that is missing."""
+    """A method was called too early, too late or twice; the message names the missing call."""
 
 
 class StateError(ValueError, RuntimeError):
-    """A checkpoint cannot be read; nothing of it was loaded."""
+    """A checkpoint cannot be read; nothing was loaded."""
 
 
 class StuckError(RuntimeError):
-    """Too many steps in a row were skipped; the message carries the diagnosis."""
+    """Too many steps in a row were skipped; the message contains a diagnosis."""
 
 
 def caller_level() -> int:

@@ -1,4 +1,4 @@
-"""Facts about the floating-point formats that gradients pass through, as plain numbers."""
+"""The floating-point formats of gradients, as plain numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradscale.errors import SettingError
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format, described by its bits and what follows from them.
+    """A binary floating-point format: its bits, and the limits that follow from them.
 
     >>> FLOAT16.max, FLOAT16.smallest_normal, FLOAT16.smallest_subnormal
     (65504.0, 6.103515625e-05, 5.960464477539063e-08)
@@ -22,26 +22,26 @@ class Format:
     max: float
     """The largest finite number."""
     infinite: bool = True
-    """Whether the format has infinities; without them an overflow is a NaN or saturates."""
+    """Whether the format has infinities; without them an overflow gives NaN or the maximum."""
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest positive number that keeps all its mantissa bits."""
+        """The smallest positive normal number: below it, numbers lose mantissa bits."""
         return math.ldexp(1.0, 2 - (1 << (self.exponent_bits - 1)))
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest positive number at all."""
+        """The smallest positive number."""
         return math.ldexp(self.smallest_normal, -self.mantissa_bits)
 
     @property
     def ceiling(self) -> int:
-        """The frexp exponent of the largest finite number: 2 to the power of this is beyond it."""
+        """The frexp exponent of the largest finite number: 2 to this power is larger than it."""
         return math.frexp(self.max)[1]
 
     @property
     def eps(self) -> float:
-        """The distance from 1 to the next number."""
+        """The distance from 1 to the next larger number."""
         return math.ldexp(1.0, -self.mantissa_bits)
 
 
@@ -51,7 +51,7 @@ BFLOAT16 = Format(name="bfloat16", exponent_bits=8, mantissa_bits=7, max=(2.0 - 
 FLOAT8_E5M2 = Format(
     name="float8_e5m2", exponent_bits=5, mantissa_bits=2, max=(2.0 - 2.0**-2) * 2.0**15
 )
-# The all-ones exponent holds ordinary numbers here, all but one pattern: hence 448 and not 240.
+# The all-ones exponent encodes ordinary numbers here, but for one pattern: hence 448, not 240.
 FLOAT8_E4M3 = Format(
     name="float8_e4m3", exponent_bits=4, mantissa_bits=3, max=1.75 * 2.0**8, infinite=False
 )

@@ -20,11 +20,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 collect_ignore = ["mutants.py", "support"]
 
 if importlib.util.find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
     # No deadline: the first call into a framework takes seconds, and two workers share two cores.
     settings.register_profile("explore", deadline=None, print_blob=True)
     settings.register_profile("fixed", deadline=None, derandomize=True)
+    # A planted fault need only be noticed: shrinking takes minutes in kernels.
+    phases = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutants", deadline=None, derandomize=True, phases=phases)
     settings.load_profile("explore")
 
 

@@ -16,8 +16,10 @@ torch = pytest.importorskip("torch")
 
 import _rows  # noqa: E402
 import _shapes  # noqa: E402
+import calls  # noqa: E402
 import drop_in  # noqa: E402
 import end_to_end  # noqa: E402
+import host  # noqa: E402
 import modes  # noqa: E402
 import step  # noqa: E402
 
@@ -48,7 +50,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_scripts_are_all_known_here() -> None:
-    known = (drop_in, end_to_end, modes, ranks, step)
+    known = (calls, drop_in, end_to_end, host, modes, ranks, step)
     assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {each.__file__ for each in known}
 
 
@@ -90,6 +92,44 @@ def test_case_of_step_applies_every_step(name: str) -> None:
     assert case.skipped() == 0
     assert case.optimizer.state[params[0]]["step"] == 3
     assert all(param.grad is None for param in params)
+
+
+def test_calls_are_counted_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.py").write_text("import two\n\ndef f():\n    two.g()\n    return h()\n\n"
+                                     "def h():\n    return 1\n")  # fmt: skip
+    (tmp_path / "two.py").write_text("def g():\n    return sorted([2], key=lambda x: -x)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(calls, "PACKAGE", f"{tmp_path}/")
+    import one
+
+    # f calls g, which calls a lambda; back in f, h: four calls, there and back once.
+    assert calls.Tracer().run(one.f) == calls.Count(calls=4, files=2, jumps=2)
+    assert calls.Tracer().run(lambda: torch.ones(1).sum()) == calls.Count(0, 0, 0)
+
+
+@pytest.mark.parametrize("loop", calls.LOOPS)
+def test_calls_of_an_iteration_are_counted(loop: str) -> None:
+    found = calls.count(loop)
+    assert found.calls > found.files > 1
+    assert found.jumps >= found.files - 1
+
+
+def test_every_case_of_host_is_compared_and_nothing_is_left_behind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    host.main(["--tensors", "3", "--updates", "3"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("    3 tensors, 10 rounds: drop-in ")
+    assert all(f"{name} " in line for name in host.AGAINST)
+    assert set(host.CASES) == {*host.AGAINST, *host.AGAINST.values()}
+
+
+def test_a_case_of_host_whose_steps_do_not_happen_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host.torch.optim.AdamW, "step", lambda self: None)
+    with pytest.raises(RuntimeError, match="0 of 12 steps of 'drop-in' were applied"):
+        host.measure(3, 10)
 
 
 def test_chosen_cases_come_with_what_they_are_compared_with() -> None:

@@ -7,6 +7,7 @@ ends with `-->`, each on a line of its own; it runs at its place among the block
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -162,3 +163,26 @@ def test_readme_quotes_the_table_of_differences() -> None:
     original = table_of_differences((ROOT / "docs/differences.md").read_text(encoding="utf-8"))
     assert quoted[: len(original)] == original
     assert len(original) > 2
+
+
+def torch_rules() -> dict[str, set[str]]:
+    """TORCH_RULES of tests/test_architecture.py."""
+    tree = ast.parse((ROOT / "tests/test_architecture.py").read_text(encoding="utf-8"))
+    made = [node for node in tree.body if isinstance(node, ast.AnnAssign)]
+    (value,) = [node.value for node in made if ast.unparse(node.target) == "TORCH_RULES"]
+    assert isinstance(value, ast.Dict)
+    return {
+        ast.literal_eval(part): set() if isinstance(rule, ast.Call) else ast.literal_eval(rule)
+        for part, rule in zip(value.keys, value.values, strict=True)
+        if part is not None
+    }
+
+
+def test_contributing_has_the_import_rules_that_are_checked() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = page.split("| part | may import |\n|---|---|\n")[1].split("\n\n")[0]
+    shown = {}
+    for line in table.splitlines():
+        parts, allowed = (re.findall("`([^`]+)`", cell) for cell in line.strip("|").split("|"))
+        shown |= {part: set(allowed) - {"torch/"} for part in parts}
+    assert shown == torch_rules()

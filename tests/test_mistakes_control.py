@@ -108,7 +108,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "hysteresis": (BASE | {"hysteresis": 2}, [16, 16, 32, 32, 16, 16, 16]),
 }
 # Of these the tests of outcomes and events show an effect.
-TELLING = {"format", "groups", "on_drift", "on_stuck", "stuck_after", "underflow_every"}
+TELLING = {"format", "groups", "on_drift", "on_stuck", "recheck", "stuck_after", "underflow_every"}
 
 
 def test_every_setting_has_an_effect_and_survives_copying() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpu_graph import keep_in_tensors
 from gradscale.torch import GradScaler
 from one_weight import HUGE, OURS, TORCH, Kind, Run, step_by_closure
 
@@ -124,6 +125,7 @@ def test_no_collective_is_called_for_plain_tensors() -> None:
 def test_scale_tensor_is_updated_in_place() -> None:
     # Megatron and ColossalAI rebind it, so that a captured CUDA graph goes on with the old one.
     run = Run(OURS, growth_interval=1)
+    keep_in_tensors(run.scaler)  # on the CPU they would be numbers, which no graph captures
     run.train(1.0)
     tensors = [run.scaler._scale, run.scaler._growth_tracker]
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -138,9 +140,11 @@ def test_scale_tensor_is_updated_in_place() -> None:
     assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
-def gradient_writes_before_a_fused_step(kind: Kind) -> list[str]:
+def gradient_writes_before_a_fused_step(kind: Kind, tensors: bool = False) -> list[str]:
     """The operations that wrote to the gradient before the optimizer's kernel did."""
     run = Run(kind, fused=True)
+    if tensors:
+        keep_in_tensors(run.scaler)
     run.scaler.scale(run.loss(1.0)).backward()
     grad = run.model.weight.grad
     writes = []
@@ -161,4 +165,6 @@ def test_fused_step_checks_gradients_without_writing_them() -> None:
     kernel = "aten::_fused_sgd_"
     check = "aten::_amp_foreach_non_finite_check_and_unscale_"
     assert gradient_writes_before_a_fused_step(TORCH) == [check, kernel]
-    assert gradient_writes_before_a_fused_step(OURS) == [kernel]
+    assert gradient_writes_before_a_fused_step(OURS, tensors=True) == [kernel]
+    # On the CPU torch's kernel unscales while it checks, and the optimizer's need not.
+    assert gradient_writes_before_a_fused_step(OURS) == [check, kernel]

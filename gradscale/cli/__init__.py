@@ -1,4 +1,4 @@
-"""The command line. This module needs the standard library alone, to say what else is missing."""
+"""The command line. This module uses the standard library only, to report what is missing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 
 
 def main() -> None:
-    """Runs `gradscale`; where typer or rich is missing, says so in one line and exits with 1."""
+    """Runs `gradscale`; exits with 1 and a one-line message if typer or rich is missing."""
     try:
         from gradscale.cli.commands import app
     except ModuleNotFoundError as error:
         name = (error.name or "gradscale").split(".")[0]
         if name == "gradscale":
-            raise  # a fault of ours, not a missing package
+            raise  # a bug of ours, not a missing package
         sys.exit(f'The command line needs {name}: pip install "gradscale[cli]".')
     app()

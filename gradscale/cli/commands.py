@@ -1,4 +1,4 @@
-"""The sub-commands: they read the arguments and draw the answers; the work is done elsewhere.
+"""The sub-commands: parsing arguments and printing tables; the work is done elsewhere.
 
 Engines and the demo are imported inside the sub-command that needs them, so `--help` is quick and
 `info` works where they are missing.
@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gradscale import __version__
 from gradscale.cli.info import gather
 from gradscale.errors import SettingError
 
@@ -33,12 +34,28 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Loss scaling for mixed-precision training.",
 )
 
 
+def show_version(wanted: bool) -> None:
+    """Prints the version and exits, if `wanted`."""
+    if wanted:
+        typer.echo(f"gradscale {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Loss scaling for mixed-precision training."""
+
+
 def fail(message: str) -> typer.Exit:
-    """Says what is wrong in one line on the error stream; the exit with status 1, to be raised."""
+    """Prints `message` on the error stream; returns the exit with status 1, to be raised."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"Error: {escape(message)}")
     return typer.Exit(1)
 
@@ -49,7 +66,7 @@ def demo(
     output: Annotated[
         Path, typer.Option(help="Where the picture goes: a .png, .svg or .pdf file.")
     ] = Path("gradscale-demo.png"),
-    seed: Annotated[int, typer.Option(help="Of the first weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first weights and the batches.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps: too few to show anything.")
     ] = False,
@@ -86,7 +103,7 @@ def demo(
 
 
 def run_all(console: Console, images: Any, steps: int, seed: int) -> list[Trace]:
-    """Trains every run, with a progress bar each; without a terminal, a line for each."""
+    """The traces of all runs; shows a progress bar for each, or a line without a terminal."""
     from gradscale.demo.train import RUNS, Trace, train
 
     bars = Progress(
@@ -126,7 +143,7 @@ def power(scale: float) -> str:
 
 
 def share(part: float) -> str:
-    """The share as a percentage, in which only zero reads as zero.
+    """The share as a percentage; only an exact zero is shown as 0.
 
     >>> share(0.4556), share(0.0), share(0.000009)
     ('45.6 %', '0 %', '<0.1 %')
@@ -149,7 +166,7 @@ def demo_table(rows: Sequence[Summary]) -> Table:
 
 
 def demo_notes(traces: Sequence[Trace]) -> str:
-    """What the columns mean and how the runs were set."""
+    """What the columns mean, and the settings of the runs."""
     from gradscale import Dynamic
     from gradscale.demo.summary import TAIL
     from gradscale.demo.train import BATCH, LEARNING_RATE, PROBE_EVERY
@@ -179,7 +196,7 @@ def demo_notes(traces: Sequence[Trace]) -> str:
 def simulate(
     histories: Annotated[
         list[str] | None,
-        typer.Argument(help="Kinds that can be made up, or CSV files; all kinds if none is given."),
+        typer.Argument(help="Kinds of made-up histories, or CSV files; all kinds by default."),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -188,14 +205,14 @@ def simulate(
             "'Headroom(margin=3)'; may be given several times."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of a history that is made up.")] = 2000,
-    runs: Annotated[int, typer.Option(help="Histories of a kind that are made up.")] = 500,
-    seed: Annotated[int, typer.Option(help="Of the histories that are made up.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps of a made-up history.")] = 2000,
+    runs: Annotated[int, typer.Option(help="Runs of each made-up history.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of made-up histories.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Drive policies through histories of gradients, made up or recorded, without a GPU.
+    """Run policies on recorded or made-up histories of gradients, without a GPU.
 
-    Prints, for every history and policy, means over all runs.
+    Prints the means over all runs, for every history and policy.
     """
     try:
         from gradscale.simulate import compare
@@ -220,9 +237,9 @@ def simulate(
 
 @app.command()
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell versions, frameworks found, the path in use, and what is missing for the rest."""
+    """Print versions, installed frameworks, the code path in use, and missing packages."""
     facts = gather()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -233,7 +250,7 @@ def info(
     )
     table = Table("package", "version", "gradscale")
     for name, found in facts["packages"].items():
-        table.add_row(name, *(escape(text) for text in describe(name, found)))
+        table.add_row(name, escape(version_of(found)), escape(found["use"]))
     console.print(table)
     console.print(f"\npath: {facts['path']['name']} ({facts['path']['why']})")
     console.print(f"CUDA devices: {escape(', '.join(facts['cuda_devices'])) or 'none'}")
@@ -242,14 +259,6 @@ def info(
         console.print(escape(f"extra {extra}: {lacks if names else 'complete'}"))
 
 
-def describe(name: str, found: dict[str, Any]) -> tuple[str, str]:
-    """The version of a framework, and what gradscale does with it or what to do about it."""
-    if found["error"]:
-        return "broken", found["error"]
-    if found["version"] is None:
-        return "not installed", found["remedy"]
-    if name == "triton":
-        return found["version"], "not used by this version"
-    if found["engine"]:
-        return found["version"], f"engine gradscale.{name}"
-    return found["version"], "the rules alone; this version has no engine for it"
+def version_of(found: dict[str, Any]) -> str:
+    """The version of a framework, or why it has none."""
+    return "broken" if found["error"] else found["version"] or "not installed"

@@ -1,7 +1,7 @@
-"""What `gradscale info` tells, as plain data: what is installed, which path runs, what is missing.
+"""The contents of `gradscale info` as plain data: installed packages, code path, missing extras.
 
-A framework is imported in a process of its own. So a broken one, even one that kills its process,
-is a line of the answer, and what it prints on the way stays out of it.
+Each framework is imported in a process of its own. So a broken one, even one that kills its
+process, is a line of the report, and its output does not mix with ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from gradscale import __version__
 
 FRAMEWORKS = ("torch", "jax", "keras", "triton")
-# pyproject.toml's, which cannot be read where gradscale runs from a checkout; a test compares them.
+# As in pyproject.toml, which is not part of an installation; a test compares the two.
 EXTRAS = {
     "torch": ("torch",),
     "cli": ("typer", "rich"),
@@ -42,7 +42,7 @@ sys.stdout.write("\\n" + json.dumps({"version": version, "devices": devices}))
 
 
 class Package(NamedTuple):
-    """A framework as it was found."""
+    """A framework, as found on this machine."""
 
     name: str
     version: str | None = None
@@ -54,7 +54,7 @@ class Package(NamedTuple):
 
     @property
     def remedy(self) -> str | None:
-        """What to type where it is not installed."""
+        """The command that installs it; None where it is installed."""
         if self.version or self.error:
             return None
         wanted = f'"gradscale[{self.name}]"' if self.name in EXTRAS else self.name
@@ -62,15 +62,16 @@ class Package(NamedTuple):
 
 
 class ChosenPath(NamedTuple):
-    """Which code does the arithmetic of gradscale.torch."""
+    """The code that gradscale.torch runs on the gradients."""
 
     name: str
     """"triton", "reference" or "none"."""
     why: str
+    """The reason, in words."""
 
 
 def look(name: str) -> Package:
-    """The framework `name`, imported in a process of its own."""
+    """The framework `name`; imports it in another process."""
     if importlib.util.find_spec(name) is None:
         return Package(name)
     # -P: a folder of that name in the current directory is not the framework.
@@ -95,14 +96,36 @@ def has_engine(name: str) -> bool:
 
 
 def path(packages: Mapping[str, Package]) -> ChosenPath:
-    """The path that gradscale.torch takes with these frameworks, and why."""
+    """The code that gradscale.torch runs with these frameworks, and why."""
     if packages["torch"].version is None:
         return ChosenPath("none", "gradscale.torch needs torch")
     if not packages["torch"].devices:
-        return ChosenPath("reference", "plain torch operations; the kernels need a CUDA device")
+        return ChosenPath("reference", "torch operations; the kernels need a CUDA device")
     if packages["triton"].version is None:
-        return ChosenPath("reference", "plain torch operations; the kernels need triton")
-    return ChosenPath("triton", "kernels on CUDA, plain torch operations elsewhere")
+        return ChosenPath("reference", "torch operations; the kernels need Triton")
+    return ChosenPath("triton", "kernels for gradients on CUDA, torch operations elsewhere")
+
+
+def use_of_triton(packages: Mapping[str, Package]) -> str:
+    """What gradscale.torch uses Triton for with these frameworks, in words."""
+    if packages["torch"].version is None:
+        return "not used: gradscale.torch needs torch"
+    if not packages["torch"].devices:
+        return "not used: torch finds no CUDA device"
+    return "used: kernels of gradscale.torch on CUDA"
+
+
+def use_of(package: Package, packages: Mapping[str, Package]) -> str:
+    """What gradscale uses `package` for, or how to install or repair it, in words."""
+    if package.error:
+        return package.error
+    if package.version is None:
+        return package.remedy or ""
+    if package.name == "triton":
+        return use_of_triton(packages)
+    if has_engine(package.name):
+        return f"engine gradscale.{package.name}"
+    return "policies only: this version has no engine for it"
 
 
 def missing() -> dict[str, list[str]]:
@@ -114,8 +137,8 @@ def missing() -> dict[str, list[str]]:
 
 
 def gather() -> dict[str, Any]:
-    """All of it, ready for JSON."""
-    with ThreadPoolExecutor() as pool:  # each waits for its process
+    """The whole report, fit for JSON."""
+    with ThreadPoolExecutor() as pool:  # each thread waits for its process
         packages = {package.name: package for package in pool.map(look, FRAMEWORKS)}
     return {
         "gradscale": __version__,
@@ -127,6 +150,7 @@ def gather() -> dict[str, Any]:
                 "error": package.error,
                 "remedy": package.remedy,
                 "engine": has_engine(package.name),
+                "use": use_of(package, packages),
             }
             for package in packages.values()
         },

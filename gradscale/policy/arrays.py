@@ -1,7 +1,7 @@
-"""The vocabulary of the rules: operations that numpy, torch, jax.numpy and keras.ops spell alike.
+"""Array operations that the policies share, by the names they have in all frameworks.
 
-`scalars` is the same vocabulary for plain Python numbers. Constants are made with the state's own
-type, because a bare Python float would promote it.
+`scalars` provides the same operations for plain Python numbers. Constants are created with the
+dtype of the state, because a bare Python float would promote it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gradscale.formats import FLOAT32
 
 
 class _Scalars:
-    """The array operations that the rules use, for plain numbers kept at float32 precision."""
+    """The array operations that the policies use, for plain numbers of float32 precision."""
 
     float32 = float
     int32 = int
@@ -40,7 +40,7 @@ class _Scalars:
 
 
 def float32(value: float) -> float:
-    """The float32 number nearest to `value`: what an engine's scale would be."""
+    """`value` rounded to float32."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
@@ -48,16 +48,16 @@ scalars = _Scalars()
 
 
 def new(xp: Any, like: Any, value: float) -> Any:
-    """A float32 or int32 constant, by the type of `value`."""
+    """A 0-dim constant, float32 or int32 by the type of `value`, or one shaped as `like`."""
     name = "float32" if isinstance(value, float) else "int32"
-    dtype = getattr(xp, name, name)  # keras.ops has no dtypes of its own and takes their names
+    dtype = getattr(xp, name, name)  # keras.ops has no dtypes, and takes their names
     return (
         xp.full((), value, dtype=dtype) if like is None else xp.full_like(like, value, dtype=dtype)
     )
 
 
 def room_below(factor: float) -> float:
-    """The largest float32 number whose product with `factor` is still a float32 number."""
+    """The largest float32 number whose product with `factor` does not overflow float32."""
     factor = float32(factor)
     room = float32(FLOAT32.max / factor)
     return room if room * factor <= FLOAT32.max else float32(room * (1 - 2.0**-24))
@@ -67,7 +67,7 @@ S = TypeVar("S", bound=tuple[Any, ...])
 
 
 def where_all(condition: Any, moved: S, held: S, xp: Any) -> S:
-    """The state `moved` where `condition` holds, and else the one that is `held`."""
+    """The state `moved` where `condition` is true, else the state `held`."""
     pairs = zip(moved, held, strict=True)
     return type(held)(*(xp.where(condition, new, old) for new, old in pairs))
 
@@ -76,12 +76,12 @@ _BITS = (64, 32, 16, 8, 4, 2, 1)
 
 
 def log2_of(scale: Any, xp: Any, zero: Any) -> Any:
-    """The whole part of log2 of a normal float32 number, by comparisons alone, typed as `zero`.
+    """The floor of log2 of a normal float32 number, with the dtype of `zero`.
 
-    Frameworks differ in the last bit of log2, and not all have frexp.
+    By comparisons alone: frameworks differ in the last bit of log2, and not all have frexp.
     """
     exponent, one = zero, xp.full_like(scale, 1.0)
-    # Times 1 where nothing is to be done: a product that is thrown away may overflow.
+    # Multiply by 1 where nothing changes: a product that is not selected could overflow.
     for _ in range(2):
         small = scale < one
         scale = scale * xp.where(small, xp.full_like(scale, 2.0**64), one)
@@ -94,7 +94,7 @@ def log2_of(scale: Any, xp: Any, zero: Any) -> Any:
 
 
 def power_of_two(exponent: Any, xp: Any, one: Any) -> Any:
-    """2 to the whole part of a number from -126 to 127, exactly, as float32 like `one`."""
+    """2 to the power of the floor of `exponent` (-126 to 127), exact, as float32 like `one`."""
     zero = xp.full_like(exponent, 0)
     negative = exponent < zero
     left, power = xp.where(negative, zero - exponent, exponent), one

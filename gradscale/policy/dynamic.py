@@ -1,7 +1,8 @@
-"""Doubling and halving: torch's rule."""
+"""Torch's rule: raise the scale after a number of finite steps, lower it at an overflow."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,10 +15,14 @@ from gradscale.policy.settings import (
     as_factor,
     as_flag,
     as_scale,
+    call_of,
     settle,
     settle_scales,
 )
 from gradscale.policy.stats import GradStats
+
+_DOUBLINGS = 20
+"""The most often `slow_growth_above` doubles the interval: 2**20 times as long is for ever."""
 
 
 class DynamicState(NamedTuple):
@@ -48,7 +53,7 @@ class Dynamic:
         elif finite:
             bad_steps = 0
             good_steps += 1
-            if good_steps >= growth_interval:
+            if good_steps >= growth_interval:  # longer above slow_growth_above
                 good_steps = 0
                 scale = min(scale * growth_factor, max_scale)
         else:
@@ -58,7 +63,11 @@ class Dynamic:
                 scale = max(scale * backoff_factor, min_scale)
 
     So it grows *on* the n-th consecutive finite step, and backs off on the n-th consecutive bad one
-    and on every further one; a finite step refills the patience.
+    and on every further one; one finite step resets the count of bad ones.
+
+    Large models often overflow soon after the scale has grown beyond what they can take. With
+    `slow_growth_above`, `growth_interval` holds up to that scale and doubles with each binade above
+    it, so that high scales are tried rarely and a scale that fell far still recovers quickly.
 
     >>> policy = Dynamic(init_scale=2.0**16, growth_interval=1)
     >>> policy.update(policy.init(), GradStats(finite=True)).scale == 2.0**17
@@ -67,8 +76,9 @@ class Dynamic:
     True
     """
 
+    __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """What must be measured besides the flags."""
+    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -76,6 +86,8 @@ class Dynamic:
     hysteresis: int = 1
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
+    slow_growth_above: float | None = None
+    """Above this scale `growth_interval` doubles with each binade; None: it is always the same."""
     exact: bool = True
     """Whether scale, factors and bounds must be powers of two, so that unscaling is exact."""
 
@@ -89,28 +101,40 @@ class Dynamic:
             settle(self, name, as_factor(name, getattr(self, name), above, below, self.exact))
         for name in ("growth_interval", "hysteresis"):
             settle(self, name, as_count(name, getattr(self, name)))
+        if self.slow_growth_above is not None:
+            limit = as_scale("slow_growth_above", self.slow_growth_above, self.exact)
+            settle(self, "slow_growth_above", limit)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `growth_interval` is the same at every scale, as the Triton kernels assume."""
+        return self.slow_growth_above is None
 
     def init(self, xp: Any = scalars, like: Any = None) -> DynamicState:
-        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
+        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         return DynamicState(new(xp, like, self.init_scale), new(xp, like, 0), new(xp, like, 0))
 
     def update(self, state: DynamicState, stats: GradStats, xp: Any = scalars) -> DynamicState:
         """The state after a step with these `stats`; `fits` does not matter to this rule."""
-        # An array where the state is one, so that a plain bool in `stats` becomes one as well.
+        if xp is scalars and stats.finite and stats.loss_finite and self.is_plain:
+            # Almost every step of a scaler on the CPU. What follows takes 20 times as long.
+            if state.good_steps + 1 < self.growth_interval:
+                return DynamicState(state.scale, state.good_steps + 1, 0)
+        # An array where the state is one, so that plain bools in `stats` are converted.
         always = state.scale > 0
         finite, loss_finite = always & stats.finite, always & stats.loss_finite
         zero, one = xp.full_like(state.good_steps, 0), xp.full_like(state.good_steps, 1)
-        # Held below the end of int32, where one more step would make a counter negative.
+        # Clamped, because one step beyond the end of int32 would make a counter negative.
         last = xp.full_like(zero, 2**31 - 2)
         good_steps = xp.where(finite, xp.minimum(state.good_steps, last) + one, zero)
         bad_steps = xp.where(finite, zero, xp.minimum(state.bad_steps, last) + one)
-        grow = good_steps >= self._interval(state, xp)
+        grow = good_steps >= self._interval(state.scale, zero, xp)
         lower = bad_steps >= xp.full_like(zero, self.hysteresis)
 
         def constant(value: float) -> Any:
             return xp.full_like(state.scale, value)
 
-        # Beyond `room` the product would overflow, which numpy warns of.
+        # Above `room` the product would overflow, and numpy would warn.
         ceiling, room = constant(self.max_scale), constant(room_below(self.growth_factor))
         raised = xp.minimum(state.scale, room) * constant(self.growth_factor)
         raised = xp.where(state.scale > room, ceiling, xp.minimum(raised, ceiling))
@@ -122,45 +146,29 @@ class Dynamic:
         )
         return where_all(loss_finite, moved, state, xp)
 
-    def _interval(self, state: DynamicState, xp: Any) -> Any:
-        """After how many finite steps in a row the scale grows (int32)."""
-        return xp.full_like(state.good_steps, self.growth_interval)
-
-
-_DOUBLINGS = 20
-"""So often can an interval be doubled: a million times as long is for ever."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengthening(Dynamic):
-    """`Dynamic` that waits the longer the higher the scale: large models break where it creeps up.
-
-    The interval is `growth_interval` for scales up to `above`, and twice as long for every binade
-    more, so that the scale still comes back quickly from far below.
-
-    >>> policy = Lengthening(init_scale=8.0, growth_interval=1, above=4.0)
-    >>> state = policy.update(policy.init(), GradStats(finite=True))
-    >>> state.scale, policy.update(state, GradStats(finite=True)).scale
-    (8.0, 16.0)
-    """
-
-    above: float = 1.0
-    """The highest scale at which the interval is `growth_interval`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        settle(self, "above", as_scale("above", self.above, self.exact))
-
-    def _interval(self, state: DynamicState, xp: Any) -> Any:
-        interval = super()._interval(state, xp)
+    def _interval(self, scale: Any, like: Any, xp: Any) -> Any:
+        """Consecutive finite steps after which `scale` grows, in the type of `like` (int32)."""
+        interval = xp.full_like(like, self.growth_interval)
+        if self.slow_growth_above is None:
+            return interval
         most, two = xp.full_like(interval, 2**30 - 1), xp.full_like(interval, 2)
         for binade in range(_DOUBLINGS):
-            limit = min(self.above * 2.0**binade, FLOAT32.max)
+            limit = min(self.slow_growth_above * 2.0**binade, FLOAT32.max)
             longer = xp.minimum(interval, most) * two
-            interval = xp.where(state.scale > xp.full_like(state.scale, limit), longer, interval)
+            interval = xp.where(scale > xp.full_like(scale, limit), longer, interval)
         return interval
 
 
-def for_pretraining() -> Lengthening:
-    """A policy for long runs with large batches: a low scale that rises ever more slowly."""
-    return Lengthening(init_scale=4.0, growth_interval=256, min_scale=2.0**-5, above=4.0)
+def Lengthening(*, above: float = 1.0, **settings: Any) -> Dynamic:
+    """`Dynamic(slow_growth_above=above, ...)`; deprecated, and removed in the next version."""
+    warnings.warn(
+        f"gradscale.Lengthening is deprecated: write gradscale.Dynamic(slow_growth_above={above}).",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return Dynamic(slow_growth_above=above, **settings)
+
+
+def for_pretraining() -> Dynamic:
+    """A policy for long runs with large batches: a low scale that grows more and more slowly."""
+    return Dynamic(init_scale=4.0, growth_interval=256, min_scale=2.0**-5, slow_growth_above=4.0)

@@ -1,4 +1,4 @@
-"""Placing the largest gradient a margin below the ceiling, from what the last steps have shown."""
+"""A predictive rule: place the largest gradient a margin below the format's ceiling."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from gradscale.policy.settings import (
     MAX_SCALE,
     MIN_SCALE,
     as_count,
+    call_of,
     settle,
     settle_scales,
 )
 from gradscale.policy.stats import GradStats, demand
 
 REACH = 10
-"""Binades that a single step can be above the others and still be taken seriously."""
+"""The most binades above the level at which a single step counts towards the peak."""
 WIDEST = 12
-"""The most binades that overflows which nobody saw coming can add to the margin."""
+"""The most binades that unpredicted overflows can add to the margin."""
 RECENT = 64
-"""Finite steps after which an overflow that nobody saw coming is no longer part of the last one."""
+"""Finite steps after which an unpredicted overflow is no longer a repetition of the last one."""
 LONG = 16
-"""How many times as long a raise by a single binade has to wait."""
+"""How many times `pause` a raise by a single binade has to wait."""
 CURABLE = 2
-"""Bad steps in a row after which the scale is no longer thought to be the reason."""
+"""Bad steps in a row after which the scale is no longer considered the cause."""
 BLIND = 24
-"""Binades that a scale can be raised by if every gradient has vanished: float16 keeps what is above
-2**-25, so afterwards everything is below 1/2."""
+"""Binades by which the scale is raised if every gradient is zero: float16 flushes what is below
+2**-25, so after the raise everything is below 1/2."""
 _LAST = 2**31 - 2
 
 
@@ -47,48 +48,48 @@ class HeadroomState(NamedTuple):
     crest: Any
     """The largest median lately, in the same parts (int32)."""
     spread: Any
-    """Binades that were added to the margin because of overflows nobody saw coming (int32)."""
+    """Binades added to the margin because of unpredicted overflows (int32)."""
     kept: Any
-    """What `spread` was before the bad steps that go on now (int32)."""
+    """`spread` before the current run of bad steps (int32)."""
     seen: Any
-    """Steps whose gradients told something, counted up to 1 (int32)."""
+    """1 after the first finite step with a gradient that is not zero, else 0 (int32)."""
     bad_steps: Any
-    """Steps that were not finite since the last that showed something (int32)."""
+    """Steps that were not finite since the last finite one with a nonzero gradient (int32)."""
     calm: Any
-    """Finite steps since `spread` was moved last (int32)."""
+    """Finite steps since `spread` last changed (int32)."""
     patience: Any
-    """Finite steps in which a binade of `spread` is forgotten (int32)."""
+    """Finite steps in which the last binade of `spread` decays (int32)."""
     rest: Any
-    """Steps since the scale was raised last (int32)."""
+    """Steps since the scale was last raised (int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
     """Keep the largest gradient a margin of binades below the format's ceiling.
 
-    Every finite step shows the exponent of the largest gradient. The *level* is the median of the
-    last three, which one spike or one odd batch does not move. The highest exponent of the last
-    steps is the *peak*, the highest level the *crest*; both are forgotten at a binade in `memory`
-    steps. The scale that is wanted has
+    Every finite step gives the exponent of the largest unscaled gradient. The *level* is the median
+    of the last three, which a single spike does not move. The *peak* is the highest recent exponent
+    and the *crest* the highest recent level; both decay by one binade in `memory` steps. The scale
+    is set so that
 
         max(crest + spread, peak) + log2(scale) == exponent of the ceiling - margin
 
-    and the scale jumps there: down at once; up at most once in `pause` steps if it is two binades
-    or more, and once in 16 times as many if it is one. It is raised only into room that gradients
-    have shown.
+    It is lowered at once. It is raised at most once in `pause` steps if by two binades or more, and
+    at most once in 16 times as many if by one; never above what recent gradients leave room for.
 
-    A step that is not finite although its gradients should have fitted shows that something else
-    overflows, such as the gradient of an activation, or a spike: `spread` becomes two binades more
-    than the scale had to spare; six, and twice what it was, if it was widened lately or never. The
-    last of them is forgotten in `forget` finite steps, the one before in half as many and so on,
-    and all take twice as many after every further such step. If the bad steps go on, the scale
-    falls by 8, 16, 16, ... binades; if more than two were needed, it was not the scale's fault, and
-    if the next gradients are larger, it was theirs: then `spread` is what it was before.
+    A step that is not finite although its gradients should have fitted means that something else
+    overflows, such as the gradient of an activation, or that there was a spike: `spread` becomes
+    two binades more than the scale had to spare; six, and at least twice what it was, if it changed
+    within the last 64 finite steps. The last binade of `spread` decays in `forget` finite steps,
+    the one before it in half as many and so on; these times double at every further such step. If
+    the bad steps go on, the scale falls by 8, 16, 16, ... binades. If there are more than two, or
+    if the gradients after them are large enough to explain the overflow, `spread` becomes what it
+    was before.
 
-    A step whose loss is not finite changes nothing; nor does one with `fits` false. Before anything
-    is known, the first bad step lowers the scale to at most 1 and the next one by 14 binades, and
-    gradients that have all vanished raise it by 24. `spread` begins at two binades, or four after
-    bad steps, which are forgotten eight times as quickly.
+    A step with `loss_finite` or `fits` false changes nothing. Before the first finite step, the
+    first bad step lowers the scale to at most 1 and each further one by 14 binades; gradients that
+    are all zero raise it by 24. `spread` begins at two binades, or at four or more after bad steps,
+    and decays eight times as quickly at first.
 
     >>> policy = Headroom(init_scale=2.0**16)
     >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
@@ -97,22 +98,23 @@ class Headroom:
     1.0
     """
 
+    __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax", "exponent")
-    """What must be measured besides the flags."""
+    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**8
-    """Low enough for almost any model: from there the first step shows the way up."""
+    """Low enough for almost any model; the first finite step raises it as far as there is room."""
     margin: int = 1
     """Binades between the largest gradient and the ceiling."""
     memory: int = 64
-    """Steps in which a binade of the peak is forgotten."""
+    """Steps in which the peak decays by one binade."""
     forget: int = 500
-    """Finite steps in which a binade of `spread` is forgotten, the first time."""
+    """Finite steps in which the last binade of `spread` decays, the first time."""
     pause: int = 16
-    """Steps between two raises of the scale, at the least."""
+    """The fewest steps between two raises of the scale."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
-    """The narrowest format of the backward pass, whose ceiling is meant."""
+    """The narrowest format of the backward pass, which sets the ceiling."""
 
     def __post_init__(self) -> None:
         settle_scales(self, exact=True)
@@ -124,8 +126,8 @@ class Headroom:
         format_named(self.format)
 
     def init(self, xp: Any = scalars, like: Any = None) -> HeadroomState:
-        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
-        # Each its own: who moves a state in place must not move another field with it.
+        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        # A tensor for each: an engine that updates a state in place must not change other fields.
         zeros = [new(xp, like, 0) for _ in HeadroomState._fields[1:]]
         state = HeadroomState(new(xp, like, self.init_scale), *zeros)
         early, pause = max(self.forget // 8, 1), self.pause
@@ -149,13 +151,13 @@ class Headroom:
         incurable = state.bad_steps > whole(CURABLE)
         shows = finite & nonzero
         log2_scale = log2_of(state.scale, xp, zero)
-        # What is unheard of cannot come from gradients, and must not overflow the sums below.
+        # Clamped, so that the sums below cannot overflow; gradients stay far within.
         exponent = zero + stats.exponent
         exponent = xp.maximum(xp.minimum(exponent, whole(256)), whole(-256)) - log2_scale
         room = whole(format_named(self.format).ceiling - self.margin)
         parts = whole(self.memory)
 
-        # What is known after this step.
+        # Level, peak and crest after this step.
         fresh = shows & (unseen | hurt)
         first = xp.where(fresh, exponent, state.last)
         second = xp.where(fresh, exponent, state.before)
@@ -164,7 +166,7 @@ class Headroom:
         top = (level + whole(REACH)) * parts
 
         def faded(known: Any, now: Any) -> Any:
-            """The largest of `known`, a part of a binade forgotten, and `now`."""
+            """The larger of `now` and `known`, decayed by one part of a binade."""
             kept = xp.where(some, xp.minimum(known - one, top), now)
             return xp.where(shows, xp.maximum(kept, now), known)
 
@@ -172,9 +174,9 @@ class Headroom:
         crest = faded(state.crest, level * parts)
         above, ground = (zero - (zero - each) // parts for each in (peak, crest))
 
-        # Finite: the place that is wanted, and whether it is far enough to go there.
-        # How much room the scale that failed last should have had, as it looks now. If these
-        # gradients would have overflowed as well, they explain it all: they have grown.
+        # Finite: the scale that is wanted, and whether to move there now.
+        # The room that the scale which failed last would have left for these gradients. If they
+        # would have overflowed as well, gradients have grown, and that explains the overflow.
         spare = room - exponent - state.last
         explained = shows & hurt & some & (spare < whole(-self.margin))
         spread = xp.where(incurable | explained, state.kept, state.spread)
@@ -195,7 +197,7 @@ class Headroom:
         wanted = xp.where(blind, log2_scale + whole(BLIND), wanted)
         good = xp.where(moves | blind, wanted, log2_scale)
 
-        # Not finite: further down every time, and by more than it seemed to need.
+        # Not finite: lower the scale by more at each step, and by more than seemed necessary.
         gap = room - ground - log2_scale
         recent = state.calm < whole(RECENT)
         again = xp.where(recent, state.spread + state.spread, zero)
@@ -239,8 +241,8 @@ class Headroom:
 
 
 def for_short_runs() -> Headroom:
-    """A policy for hundreds of steps, such as fine-tuning and reinforcement learning.
+    """A policy for runs of hundreds of steps, such as fine-tuning and reinforcement learning.
 
-    It forgets peaks and overflows sooner: there is no time to be careful for long.
+    Peaks and overflows decay sooner, so that little of a short run is spent at a low scale.
     """
     return Headroom(memory=32, forget=100, pause=8)

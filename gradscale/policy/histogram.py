@@ -1,4 +1,4 @@
-"""Keeping the top of the format empty, as the compilers of Graphcore do."""
+"""The rule of Graphcore's PopART: keep the top of the format's range empty."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradscale.policy.settings import (
     MIN_SCALE,
     as_count,
     as_factor,
+    call_of,
     settle,
     settle_scales,
 )
@@ -27,7 +28,7 @@ class HistogramState(NamedTuple):
     scale: Any
     """The loss is multiplied by this (float32)."""
     clear_steps: Any
-    """Consecutive steps on which the scale could have been raised (int32)."""
+    """Consecutive steps at which a doubled scale would have been fine (int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +40,30 @@ class Histogram:
         elif 2 * amax < max / 8 for interval steps in a row:
             scale = min(scale * 2, max_scale)
 
-    where `upper` is the share of the elements above an eighth of the format's largest number. The
-    rule of PopART. Two things are mended: it holds the scale still where the published one doubles
-    and halves for ever, and it hears of steps that are not finite.
+    where `upper` is the share of the elements above an eighth of the format's largest number. Where
+    that is not measured, one such element is enough: `amax > max / 8`. The rule of PopART, with two
+    changes: where the published rule doubles and halves for ever, this one leaves the scale alone;
+    and a step that is not finite lowers the scale.
 
     >>> policy = Histogram(interval=1)
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0, upper=0.01)).scale
+    >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0)).scale
     32768.0
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0, upper=0.0)).scale
+    >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0)).scale
     131072.0
     """
 
-    goes_by: ClassVar[tuple[str, ...]] = ("amax", "upper")
-    """What must be measured besides the flags."""
+    __repr__ = call_of
+    goes_by: ClassVar[tuple[str, ...]] = ("amax",)
+    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     threshold: float = 1e-7
-    """The share of the elements that may be above the edge."""
+    """The share of the elements that may be above the edge, where `upper` is measured."""
     interval: int = 50
-    """Steps in a row on which there must have been room, before the scale is raised."""
+    """Consecutive steps with room for a doubled scale after which it is doubled."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
-    """The narrowest format of the backward pass, whose ceiling is meant."""
+    """The narrowest format of the backward pass, which sets the ceiling."""
 
     def __post_init__(self) -> None:
         settle_scales(self, exact=True)
@@ -69,13 +72,12 @@ class Histogram:
         format_named(self.format)
 
     def init(self, xp: Any = scalars, like: Any = None) -> HistogramState:
-        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
+        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         return HistogramState(new(xp, like, self.init_scale), new(xp, like, 0))
 
     def update(self, state: HistogramState, stats: GradStats, xp: Any = scalars) -> HistogramState:
-        """The state after a step with these `stats`, which must have `amax` and `upper`."""
+        """The state after a step with these `stats`, which must have `amax`."""
         demand(stats, "amax", "Histogram")
-        demand(stats, "upper", "Histogram")
 
         def number(value: float) -> Any:
             return xp.full_like(state.scale, value)
@@ -83,8 +85,12 @@ class Histogram:
         always = state.scale > 0
         finite, loss_finite = always & stats.finite, always & stats.loss_finite
         zero, one = xp.full_like(state.clear_steps, 0), xp.full_like(state.clear_steps, 1)
-        half_edge = number(format_named(self.format).max * (EDGE / 2))
-        crowded = number(0.0) + stats.upper > number(self.threshold)
+        edge = format_named(self.format).max * EDGE
+        half_edge = number(edge / 2)
+        if stats.upper is None:
+            crowded = number(0.0) + stats.amax > number(edge)
+        else:
+            crowded = number(0.0) + stats.upper > number(self.threshold)
         empty = xp.where(finite, number(0.0) + stats.amax, half_edge) < half_edge
         lower = xp.where(finite, crowded, always)
         clear = finite & empty & xp.where(lower, state.scale <= 0, always)

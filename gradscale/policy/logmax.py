@@ -1,4 +1,4 @@
-"""The scale from a normal distribution of the largest gradients' logarithms, as published."""
+"""The rule of OpenSeq2Seq: the scale from the distribution of log2 of the largest gradient."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradscale.policy.settings import (
     MAX_SCALE,
     MIN_SCALE,
     as_factor,
+    call_of,
     settle,
     settle_scales,
 )
@@ -30,9 +31,9 @@ class LogMaxState(NamedTuple):
     variance: Any
     """Of the logarithms, over about 1,000 steps (float32)."""
     weight: Any
-    """How much of `mean` has been observed, from 0 to 1 (float32)."""
+    """The sum of the weights of the observations in `mean`, from 0 to 1 (float32)."""
     slow_weight: Any
-    """The same for the other two (float32)."""
+    """The same for `slow_mean` and `variance` (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,31 +43,31 @@ class LogMax:
         x = log2(amax / scale)
         scale = 2**floor(exponent of the ceiling - (mean of x + deviations * its deviation))
 
-    The rule of OpenSeq2Seq. Three things are mended: an overflow counts as an x that would just
-    overflow, but not more than four above the mean (not as 65536, which pins the scale at its floor
-    for ten thousand steps), a gradient of 0 counts as nothing (not as minus infinity), and the
-    ceiling is that of the format. It is a rule
-    of averages in float32, whose last bits, and so a scale at the edge of a binade, can differ from
-    one framework to another.
+    The rule of OpenSeq2Seq, with three changes: an overflow counts as an x that would just
+    overflow, but at most four above the mean (not as 65536, which keeps the scale at its floor for
+    ten thousand steps); a gradient of 0 is ignored (not counted as minus infinity); and the ceiling
+    is that of the format. The averages are float32, and their last bits differ between frameworks;
+    so may a scale at the edge of a binade.
 
     >>> policy = LogMax()
     >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-10, exponent=-9)).scale
     4398046511104.0
     """
 
+    __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax",)
-    """What must be measured besides the flags."""
+    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     decay: float = 0.99
-    """Of the mean, at every step."""
+    """Decay of the mean per step."""
     slow_decay: float = 0.999
-    """Of the deviation, at every step."""
+    """Decay of the variance per step."""
     deviations: float = 3.09
-    """How many deviations above the mean must fit: 3.09 leaves a chance of 1 in 1,000."""
+    """Standard deviations above the mean that must fit: 3.09 leaves a chance of 1 in 1,000."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
-    """The narrowest format of the backward pass, whose ceiling is meant."""
+    """The narrowest format of the backward pass, which sets the ceiling."""
 
     def __post_init__(self) -> None:
         settle_scales(self, exact=True)
@@ -80,7 +81,7 @@ class LogMax:
         format_named(self.format)
 
     def init(self, xp: Any = scalars, like: Any = None) -> LogMaxState:
-        """The first state: plain Python, or arrays of `xp` on the device of the 0-dim `like`."""
+        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         zeros = [new(xp, like, 0.0) for _ in LogMaxState._fields[1:]]
         return LogMaxState(new(xp, like, self.init_scale), *zeros)
 
@@ -101,12 +102,12 @@ class LogMax:
             xp.where(finite, xp.log2(amax), number(format_named(self.format).ceiling + 1.0))
             - log2_scale
         )
-        # A long run of bad steps lowers the scale, and must not be taken for larger gradients.
+        # A long run of bad steps lowers the scale; that does not mean that gradients have grown.
         most = state.mean + number(4.0)
         x = xp.where(finite | (state.weight <= zero), x, xp.minimum(x, most))
 
         def averaged(old: Any, seen: Any, decay: float, now: Any) -> tuple[Any, Any]:
-            """The average with `now` in it, corrected for having begun at nothing; its weight."""
+            """The average after the observation `now`, with bias correction, and its weight."""
             weight = seen * number(decay) + number(1.0 - decay)
             return old + (now - old) * (number(1.0 - decay) / weight), weight
 

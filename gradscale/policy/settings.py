@@ -1,7 +1,8 @@
-"""What the settings of the rules may be. Whatever is wrong is refused by name and value."""
+"""Validation of settings: a wrong one is a SettingError with its name, the rule and the value."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from typing import Any
@@ -12,25 +13,30 @@ from gradscale.policy.arrays import float32
 
 
 class DefaultBound(float):
-    """A bound that nobody gave: it moves out of the way of an `init_scale` beyond it."""
+    """A bound that was not given: an `init_scale` outside it moves it."""
 
 
 MIN_SCALE = DefaultBound(2.0**-14)
-"""The default floor: below it the seed of a float16 backward pass is itself subnormal."""
+"""The default floor: below it the seed gradient is subnormal in float16."""
 MAX_SCALE = DefaultBound(2.0**64)
 """The default ceiling."""
 
 
 def settle_scales(policy: Any, exact: bool) -> None:
-    """Checks `init_scale` and its bounds; default bounds give way to it, given ones do not."""
+    """Checks `init_scale` and its bounds; moves default bounds that exclude it."""
     for name in ("init_scale", "min_scale", "max_scale"):
         settle(policy, name, as_scale(name, getattr(policy, name), exact))
     low, high, start = policy.min_scale, policy.max_scale, policy.init_scale
-    kept = float32(start)  # what a state will hold
+    kept = float32(start)  # as it is in a state
     if isinstance(low, DefaultBound):
         settle(policy, "min_scale", DefaultBound(min(low, start, kept)))
     if isinstance(high, DefaultBound):
         settle(policy, "max_scale", DefaultBound(max(high, start, kept)))
+    default = isinstance(low, DefaultBound) or isinstance(high, DefaultBound)
+    if not default and not low <= high:
+        raise SettingError(
+            f"min_scale must be <= max_scale, got min_scale {low} and max_scale {high}."
+        )
     if not policy.min_scale <= start <= policy.max_scale:
         raise SettingError(
             f"init_scale must lie within min_scale {policy.min_scale} and max_scale "
@@ -38,8 +44,28 @@ def settle_scales(policy: Any, exact: bool) -> None:
         )
 
 
+def given(policy: Any) -> dict[str, Any]:
+    """The settings of `policy` that were given: a bound always, others if not their default."""
+    found = {}
+    for field in dataclasses.fields(policy):
+        value, bound = getattr(policy, field.name), isinstance(field.default, DefaultBound)
+        if not isinstance(value, DefaultBound) and (bound or value != field.default):
+            found[field.name] = value
+    return found
+
+
+def listed(settings: dict[str, Any]) -> str:
+    """`settings` as the arguments of a call."""
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+def call_of(policy: Any) -> str:
+    """The shortest call that builds `policy`: the repr of every policy."""
+    return f"{type(policy).__name__}({listed(given(policy))})"
+
+
 def settle(policy: Any, name: str, value: Any) -> None:
-    """Settles a field while the frozen dataclass is being made."""
+    """Sets a field of a frozen dataclass, in its `__post_init__`."""
     object.__setattr__(policy, name, value)
 
 
@@ -56,7 +82,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_scale(name: str, value: Any, exact: bool) -> float:
-    """`value` as a scale that float32 can hold, and its reciprocal too."""
+    """`value` as a normal float32 number, so that its reciprocal is finite, or a SettingError."""
     number = as_number(name, value)
     lowest, highest = FLOAT32.smallest_normal, FLOAT32.max
     if not lowest <= number <= highest:
@@ -68,10 +94,10 @@ def as_scale(name: str, value: Any, exact: bool) -> float:
 
 
 def as_factor(name: str, value: Any, above: float, below: float, exact: bool) -> float:
-    """`value` as a factor that lies strictly between two numbers, also once it is a float32."""
+    """`value` as a factor strictly between two numbers, also after rounding, or a SettingError."""
     number = as_number(name, value)
     if not (above < number < below and above < float32(number) < below) or (
-        number < FLOAT32.smallest_normal  # JAX would take it for zero
+        number < FLOAT32.smallest_normal  # which JAX flushes to zero
     ):
         raise SettingError(
             f"{name} must be > {above:g} and < {below:g} in float32's normal numbers, got {number}."
@@ -80,24 +106,24 @@ def as_factor(name: str, value: Any, above: float, below: float, exact: bool) ->
 
 
 def _power_of_two(name: str, number: float, exact: bool) -> float:
-    """`number`, or a SettingError if `exact` and it is no power of two."""
+    """`number`, or a SettingError if `exact` and it is not a power of two."""
     if exact and math.frexp(number)[0] != 0.5:
         raise SettingError(
-            f"{name} must be a power of two so that unscaling is exact, got {number}. "
-            "Pass exact=False to use it all the same."
+            f"{name} must be a power of two so that unscaling is exact, got {number}. Dynamic and "
+            "Static accept other numbers with exact=False."
         )
     return number
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """`value`, or a SettingError if it is no bool."""
+    """`value`, or a SettingError if it is not a bool."""
     if not isinstance(value, bool):
         raise SettingError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
 def as_count(name: str, value: Any) -> int:
-    """`value` as an int that an int32 counter can reach, or a SettingError."""
+    """`value` as an int from 1 to the end of int32, or a SettingError."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a backward pass tells a policy."""
+"""The statistics of a backward pass, from which policies move the scale."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from gradscale.errors import SettingError
 
 
 class GradStats(NamedTuple):
-    """What one backward pass told us, in plain values or those of the framework that measured."""
+    """Statistics of the gradients of one backward pass: plain values or arrays of a framework."""
 
     finite: Any
     """bool: every scaled gradient element is finite; if not, the scale was too high."""
     amax: Any = None
     """The largest magnitude among the scaled gradients; None where it is not measured."""
     loss_finite: Any = True
-    """bool: the unscaled loss was finite; if not, no scale is to blame."""
+    """bool: the unscaled loss was finite; if not, the scale is not the cause."""
     underflow: Any = None
     """Share of the nonzero elements below the smallest normal number; None = not measured."""
     fits: Any = True
@@ -24,12 +24,14 @@ class GradStats(NamedTuple):
     """int32: the frexp exponent of amax, taken by the engine (log2 differs between frameworks)."""
     upper: Any = None
     """Share of the elements above an eighth of the format's largest number; None = not measured."""
+    norm: Any = None
+    """2-norm of the unscaled gradients; None where not measured."""
 
 
 def demand(stats: GradStats, name: str, policy: str) -> None:
-    """Raises if `stats` lack what a policy goes by."""
+    """Raises a SettingError if the field `name`, which `policy` needs, is None."""
     if getattr(stats, name) is None:
         raise SettingError(
-            f"{policy} goes by {name}, which must be measured at every step, got None. Take an "
-            "engine that measures it, or Dynamic."
+            f"{policy} needs {name}, which must be measured at every step, got None. Use an engine "
+            "that measures it, or the policy Dynamic."
         )

@@ -61,9 +61,9 @@ def parse(text: str) -> Policy:
         call: Any = ast.parse(text.strip(), mode="eval").body
         call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
         settings = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-        if call.args or None in settings:
+        if None in settings:
             raise ValueError
-        return POLICIES[call.func.id](**settings)
+        return POLICIES[call.func.id](*map(ast.literal_eval, call.args), **settings)
     except SettingError:
         raise
     except (SyntaxError, ValueError, KeyError, AttributeError, TypeError):

@@ -5,13 +5,14 @@ try:
 except ImportError as error:
     raise ImportError('gradscale.torch needs PyTorch: pip install "gradscale[torch]".') from error
 
-from gradscale.torch.events import Event
-from gradscale.torch.joining import JoinableStep
-from gradscale.torch.outcome import Culprit, StepOutcome
-from gradscale.torch.precision import MixedPrecision
-from gradscale.torch.reducing import average_in_float16
+from gradscale.monitor import Event
+from gradscale.torch.distributed.comm_hooks import average_in_float16
+from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
+from gradscale.torch.distributed.join import JoinableStep
+from gradscale.torch.mixed_precision import MixedPrecision
 from gradscale.torch.scaler import GradScaler
-from gradscale.torch.sharded import ShardedGradScaler
+from gradscale.torch.telemetry.blame import Culprit
+from gradscale.torch.telemetry.outcome import StepOutcome
 
 __all__ = [
     "Culprit",

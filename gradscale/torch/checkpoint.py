@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from gradscale.errors import caller_level
-from gradscale.torch.keeper import ScaleKeeper
-from gradscale.torch.moment import random_state, set_random_state
+from gradscale.torch.scaler import GradScaler
+from gradscale.torch.step.snapshot import random_state, set_random_state
 
 __all__ = ["load", "load_sharded", "random_state", "save", "set_random_state"]
 
@@ -62,7 +62,7 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     # Where every value is in the nested dictionaries that were saved.
     places: Any = FileSystemReader(path).read_metadata().planner_data
     there = {place[0] for place in places.values()}
-    scalers = [key for key in state if isinstance(state[key], ScaleKeeper)]
+    scalers = [key for key in state if isinstance(state[key], GradScaler)]
     for key in scalers:
         if key in there:
             continue

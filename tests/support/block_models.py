@@ -135,8 +135,3 @@ def gradients(model: nn.Module, x: Tensor, passes: int = 1, half: bool = False) 
             out = model(x)
         ((out if out.dtype is torch.float64 else out.float()).square().mean() * 64).backward()
     return [t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Whether they are equal to the bit."""
-    return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))

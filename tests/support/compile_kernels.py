@@ -1,7 +1,7 @@
 """Compiles every kernel for a GPU, without one: what the interpreter takes need not compile.
 
-Run as a program, without TRITON_INTERPRET. Steps are taken on the CPU, and where a kernel would be
-launched it is compiled instead, so what they compute means nothing. Prints the kernels' names.
+Run as a program, without TRITON_INTERPRET. Kernels are called with tensors on the CPU, and compiled
+where they would be launched, so no result means anything. Prints the kernels' names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradscale.policy import Headroom
-from gradscale.torch import GradScaler, kernels, optim
-from gradscale.torch._triton.launching import Kernel
+import kernel_tables
+from gradscale.policy import Dynamic, Headroom, Off, Policy
+from gradscale.torch import optim
+from gradscale.torch.grads import dispatch as kernels
+from gradscale.torch.grads import packed
+from gradscale.torch.grads.fields import RECORD, SUMMARY
+from gradscale.torch.grads.triton.launch import Kernel
 
 TYPES = {
     torch.float32: "fp32",
@@ -55,21 +59,50 @@ def type_of(argument: Any) -> str:
     return "i32" if isinstance(argument, int) else "fp32"
 
 
-def step(weights: list[Tensor], optimizer: Any, two_calls: bool, policy: Any = None) -> None:
-    """One step with all that it launches."""
-    scaler = GradScaler("cpu", on_stuck="ignore", policy=policy)
-    scaler.backward(sum(w.float().sum() for w in weights))
-    if two_calls:
-        scaler.apply(optimizer, clip_norm=1.0)
-    else:
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+def compile_gradients() -> None:
+    """Compiles the kernels that measure, decide and rescale, in all their variants."""
+    measure, rescale = kernels.module("measure"), kernels.module("rescale")
+    grads = [torch.ones(3, dtype=dtype) for dtype in kernels.DTYPES]
+    tables = kernel_tables.tables(grads)
+    one, flag = torch.ones(()), torch.ones((), dtype=torch.bool)
+    rescale.multiply(tables, one)
+    for where in (one, flag):
+        rescale.zero(tables, where)
+    for smallest_normal, unscale in itertools.product((None, 1.0), (False, True)):
+        measure.measure(tables, one, smallest_normal=smallest_normal, unscale=unscale)
+    one_table = tables[:1]
+    losses = [(packed.LOSS_OFF, None), (packed.LOSS_FLAG, flag), (packed.LOSS_RAW, one)]
+    for policy, (kind, loss) in itertools.product((Off(), Dynamic(), Headroom()), losses):
+        compile_decisions(policy, kind, loss, one_table)
 
 
-def main() -> None:
-    """Takes steps of all kinds."""
-    Kernel.__call__ = compile_instead  # type: ignore[method-assign, assignment]
+def compile_decisions(policy: Policy, kind: int, loss: Tensor | None, tables: Any) -> None:
+    """Compiles the kernels that decide by `policy`, with a loss of this `kind`."""
+    decide, consensus = kernels.module("decide"), kernels.module("consensus")
+    cpu = torch.device("cpu")
+    moves = {
+        "state": packed.pack(policy.init(), device=cpu),
+        "settings": packed.pack_settings(policy, device=cpu),
+        "rule": packed.rule_of(policy),
+    }
+    record = torch.zeros(len(RECORD), dtype=torch.int32)
+    one, flag, row = torch.ones(()), torch.ones((), dtype=torch.bool), record[0]
+    rest = {**moves, "loss_kind": kind, "record": record, "row": row, "copy": one}
+    for advances in (True, False):
+        decision, _ = kernels.module("measure").measure_and_decide(
+            tables, one, loss=loss, advance=advances, unscale=not advances, **rest
+        )
+    decide.advance(decision, one, loss=loss, **rest)
+    summary = torch.ones(len(SUMMARY))
+    for checksum in (None, one):
+        words = consensus.report(summary, one, loss=loss, loss_kind=kind, checksum=checksum, rank=0)
+    decide.decide(consensus.fold(words[None]), summary, one, **rest)
+    if kind != packed.LOSS_RAW:
+        decide.update(moves["state"], flag, flag, one, loss, moves["settings"], moves["rule"])
+
+
+def compile_steps() -> None:
+    """Compiles the kernels of optimizers."""
     kinds: list[Any] = [
         lambda w, **s: optim.AdamW(w, weight_decay=0.1, **s),
         lambda w, **s: optim.Adam(w, weight_decay=0.1, maximize=True, **s),
@@ -79,23 +112,22 @@ def main() -> None:
     ]
     cases = [*itertools.product(kinds, ["float32"], [torch.float32])]
     cases += itertools.product(kinds, ["float32", "split"], [torch.float16, torch.bfloat16])
+    for (kind, master, dtype), scaled in itertools.product(cases, (True, False)):
+        weights = [torch.ones(n, dtype=dtype, requires_grad=True) for n in (3, 5000)]
+        optimizer = kind(weights, master=master)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        if scaled:
+            optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
+        optimizer.step()
+
+
+def main() -> None:
+    """Launches every kernel, in all its variants."""
+    Kernel.__call__ = compile_instead  # type: ignore[method-assign, assignment]
     with kernels.use("triton"):
-        for kind, master, dtype in cases:
-            for two_calls in (True, False):
-                weights = [torch.ones(n, dtype=dtype, requires_grad=True) for n in (3, 5000)]
-                step(weights, kind(weights, master=master), two_calls)
-        weights = [torch.ones(3, requires_grad=True)]
-        optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
-        for two_calls in (True, False):
-            step(weights, optimizer, True)
-            step(weights, optimizer, two_calls, Headroom())
-        for every in (0, 1):
-            scaler = GradScaler("cpu", underflow_every=every, on_stuck="ignore")
-            weights[0].grad = None
-            scaler.backward(weights[0].sum(), loss_id=1)
-            scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.step(optimizer)
-            scaler.update()
+        compile_gradients()
+        compile_steps()
     print(len(compiled), *sorted(set(compiled.values())))
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradscale.torch.grads import dispatch
+
 
 class CpuGraph(TorchDispatchMode):
     """Captures what runs in its `with` block, where gradscale takes the CPU for a GPU."""
@@ -56,3 +58,9 @@ class CpuGraph(TorchDispatchMode):
 
 def _tensors(made: Any) -> list[Tensor]:
     return [leaf.detach() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+
+
+def keep_in_tensors(scaler: Any) -> None:
+    """Has a new scaler on the CPU keep its state in tensors, as on a GPU, and use no kernels."""
+    with dispatch.use("triton"):
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))

@@ -25,6 +25,7 @@ from torch.amp.grad_scaler import OptState
 from gradscale import CallOrderError, SettingError
 from oracle_ledger import (
     SGD,
+    Beyond,
     Ledger,
     Setup,
     Tag,
@@ -53,10 +54,6 @@ class Expected(NamedTuple):
 REFUSED = Expected(error=CallOrderError)
 
 
-class Beyond(Exception):
-    """The sequence left what can be compared, and ends; the message says why."""
-
-
 class Reference(Ledger):
     """A world with torch's scaler, made to do what the rows say."""
 
@@ -71,12 +68,17 @@ class Reference(Ledger):
         """Whether the last call may have multiplied the scale."""
         self.bad_losses = 0
         self.warned_half = False
+        self.rechecks = setup.recheck
+        self.mixed: set[int] = set()
+        """The optimizers whose unscaled gradients were added to."""
+        self.left_unscaled = False
+        """Whether unscaled gradients were left over an update()."""
 
     def renew(self) -> None:
         """A new scaler with torch's settings."""
         self.scaler = torch.amp.GradScaler("cpu")
         self.limits = (FLOOR, CEILING)
-        self.bad_losses, self.warned_half = 0, False
+        self.bad_losses, self.warned_half, self.rechecks = 0, False, False
         self.forget()
 
     def count(self, row: str) -> bool:
@@ -109,7 +111,7 @@ class Reference(Ledger):
     def recheck(self, i: int) -> bool:
         grads = [grad_of(self.params[k]) for k in self.with_grad(i)]
         spoilt = not all(map(all_finite, grads)) and not self.found(i) and i not in self.unfit
-        return spoilt and self.count("recheck")
+        return spoilt and self.rechecks and self.count("recheck")
 
     def closure(self, i: int) -> bool:
         step, optimizer = self.scaler.step, self.optimizers[i]
@@ -121,7 +123,7 @@ class Reference(Ledger):
         return half and error is ValueError and self.count("half-gradients")
 
     def half_loss(self, half: bool) -> bool:
-        before = self.opened is not None and self.opened.half
+        before = self.made is not None and self.made.half
         high = self.scaler.get_scale() > HALF_LOSS_SCALE
         return (half or before) and high and self.count("half-loss")
 
@@ -192,6 +194,15 @@ class Reference(Ledger):
     def capable(self, i: int) -> bool:
         return bool(getattr(self.optimizers[i], "_step_supports_amp_scaling", False))
 
+    def end_here(self) -> None:
+        """Ends a sequence whose gradients torch's scaler cannot be made to follow."""
+        window = self.opened
+        if self.left_unscaled:
+            raise Beyond("unscaled gradients over an update(): tests/torch/step/test_laws.py")
+        moved = window is not None and window.scale != self.scaler.get_scale()
+        if window is not None and not window.closed and moved and window.begun:
+            raise Beyond("gradients left over a new scale: tests/torch/step/test_laws.py")
+
     # Scaling and unscaling.
 
     def scale(self, outputs: Any, losses: list[Tensor], half: bool = False) -> Expected:
@@ -199,13 +210,11 @@ class Reference(Ledger):
         scaler = self.scaler
         if not scaler.is_enabled():
             return self.plain(lambda: listed(scaler.scale(outputs)))
+        self.end_here()
         if self.opened is None or self.opened.closed:
             if scaler._scale is None:
                 scaler._lazy_init_scale_growth_tracker(CPU)
-            self.clear()
-            if self.half_loss(half):
-                scaler._scale.fill_(HALF_LOSS_SCALE)
-            self.opening()
+            self.begin(half)
         self.opened.half |= half
         warned, self.warned_half = half and not self.warned_half, half or self.warned_half
         self.stale_scale(self.opened.scale)
@@ -213,8 +222,25 @@ class Reference(Ledger):
             scaled = self.plain(lambda: listed(scaler.scale(outputs)))
         return scaled._replace(warnings=int(warned))
 
+    def begin(self, half: bool = False) -> None:
+        """Opens a window, which is limited if the one before was."""
+        self.clear()
+        if self.half_loss(half):
+            self.scaler._scale.fill_(HALF_LOSS_SCALE)
+        self.opening()
+
     def run(self, scaled: list[Tensor], losses: list[Tensor], numbers: list[int]) -> None:
         """The backward pass of `losses`, which were just scaled."""
+        for i in range(len(self.optimizers)) if self.live else ():
+            if self.stage(i) is not OptState.UNSCALED:
+                continue
+            if not self.with_grad(i):
+                raise Beyond("unscaled gradients are gone: tests/torch/step/test_laws.py")
+            if not set(numbers).isdisjoint(self.members[i]):
+                mine = set(self.members[i])
+                self.mixed |= {j for j, ks in enumerate(self.members) if not mine.isdisjoint(ks)}
+        if self.live:
+            self.clear()
         if self.opened is not None:
             self.opened.loss_finite &= all(map(all_finite, losses))
         self.backward(self.opened, scaled, numbers)
@@ -224,12 +250,14 @@ class Reference(Ledger):
         window = self.window
         had = i in window.users
         if self.stage(i) is OptState.READY and (window.closed or had):
-            if self.nothing_new(i) and (had or self.with_grad(i)):
-                self.count("stale-scale")
-                return False
             if had and window.users[i] == window.begun:
-                self.clear()
-                self.made = self.opening()
+                if self.opened is None or self.opened.closed:
+                    self.begin()
+                    self.made = window  # still the one of the last step
+                if self.nothing_new(i):
+                    self.count("stale-scale")
+                    return False
+                self.made = self.opened
                 self.made.blank = all(map(self.is_zero, self.with_grad(i)))
         self.seen.add(i)
         return True
@@ -242,7 +270,18 @@ class Reference(Ledger):
             self.count("stale-scale")
             return None
 
+    def unscaled_sum(self, i: int) -> bool:
+        """Whether a pass has added to unscaled gradients; what comes after that is not compared."""
+        refused = i in self.mixed and bool(self.with_grad(i)) and self.count("unscaled-sum")
+        if i in self.mixed and not self.with_grad(i):
+            raise Beyond("mixed gradients are gone: tests/torch/step/test_laws.py")
+        return refused
+
     def unscale(self, i: int) -> Expected:
+        if self.live and self.stage(i) is not OptState.STEPPED and self.unscaled_sum(i):
+            return REFUSED
+        if self.live and self.left_unscaled:
+            self.end_here()
         if not self.live or self.stage(i) is not OptState.READY:
             return self.plain(lambda: self.scaler.unscale_(self.optimizers[i]))
         plan = self.plan(i) if self.enter(i) else None
@@ -284,6 +323,10 @@ class Reference(Ledger):
     def step(self, i: int) -> Expected:
         if not self.live or self.stage(i) is OptState.STEPPED:
             return self.plain(lambda: self.scaler.step(self.optimizers[i]))
+        if self.left_unscaled:
+            self.end_here()
+        if self.unscaled_sum(i):
+            return REFUSED
         if not self.enter(i):
             return REFUSED
         if self.no_gradients(i):
@@ -357,8 +400,8 @@ class Reference(Ledger):
             self.skips.append((i, self.window))
             if fused_sgd and bare:
                 self.count("fused-momentum")
-                for param in bare:
-                    state[param]["momentum_buffer"].zero_()
+            for param in bare:  # ours does not call it at all where the host knows of the skip
+                state.pop(param, None)
         return expected
 
     def step_closure(self, i: int, terms: Terms) -> Expected:
@@ -383,8 +426,11 @@ class Reference(Ledger):
     def update(self, value: Any = None) -> Expected:
         if not self.live:
             return self.plain(lambda: self.scaler.update(value))
+        unscaled = any(self.stage(i) is OptState.UNSCALED for i in range(len(self.optimizers)))
         expected = self.move() if value is None else self.set_scale(value)
         if expected.error is None:
+            self.mixed = set()
+            self.left_unscaled |= unscaled
             for window in {id(w): w for w in (self.opened, self.made) if w is not None}.values():
                 self.close(window)
             self.clear()
@@ -439,7 +485,9 @@ class Reference(Ledger):
             self.skipped_gradients(left)
             for k in left:
                 grad_of(self.params[k]).zero_()
+                same = [j for j, seen in self.witnesses.items() if seen == (k, self.stamps[k])]
                 self.write(k)
+                self.witnesses |= dict.fromkeys(same, (k, self.stamps[k]))
                 window.tags[k] = Tag(1.0, True, window.begun, self.stamps[k])
         self.skips = []
 
@@ -454,6 +502,8 @@ class Reference(Ledger):
         """Loads a good state; the `limits` are in it if it is one of ours."""
         if not self.scaler.is_enabled() or not state:
             return self.plain(lambda: self.scaler.load_state_dict(state))
+        if any(self.stage(i) is not OptState.READY for i in range(len(self.optimizers))):
+            raise Beyond("a load ends the iteration, and torch's does not")
         self.limits = low, high = limits or self.limits
         self.bad_losses = bad
         scale = state["scale"]

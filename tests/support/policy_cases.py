@@ -9,6 +9,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from gradscale.policy import (
@@ -16,7 +17,6 @@ from gradscale.policy import (
     GradStats,
     Headroom,
     Histogram,
-    Lengthening,
     LogMax,
     LogMaxState,
     Off,
@@ -40,7 +40,8 @@ STEPS = 60
 
 def dynamic(*numbers: float, exact: bool = True) -> Dynamic:
     """A Dynamic by its seven numbers in order, none of them left to its default."""
-    names = [field.name for field in dataclasses.fields(Dynamic) if field.name != "exact"]
+    others = ("exact", "slow_growth_above")
+    names = [field.name for field in dataclasses.fields(Dynamic) if field.name not in others]
     return Dynamic(**dict(zip(names, numbers, strict=True)), exact=exact)
 
 
@@ -55,9 +56,8 @@ POLICIES: dict[str, Policy] = {
     "Dynamic, at the bottom": dynamic(2.0**-124, 4.0, 0.25, 2, 3, BOTTOM, 2.0**-80),
     "Dynamic, at the top": dynamic(2.0**126, 4.0, 0.25, 2, 2, 2.0**90, TOP),
     "Dynamic, inexact at the top": dynamic(3e38, 1.7, 0.3, 2, 2, 1e30, 3.4e38, exact=False),
-    "Lengthening": Lengthening(
-        init_scale=2.0**2, growth_factor=4.0, backoff_factor=0.25, growth_interval=2, hysteresis=2,
-        min_scale=2.0**-8, max_scale=2.0**30, above=2.0,
+    "Dynamic, slower above 2": replace(
+        dynamic(2.0**2, 4.0, 0.25, 2, 2, 2.0**-8, 2.0**30), slow_growth_above=2.0
     ),
     "Headroom": Headroom(
         init_scale=2.0**9, margin=3, memory=5, forget=9, pause=2, min_scale=2.0**-9,

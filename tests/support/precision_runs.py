@@ -11,8 +11,8 @@ from torch import Tensor, nn, optim
 
 import gradscale as gs
 from gradscale.torch import MixedPrecision
+from gradscale.torch.mixed_precision import MODES
 from gradscale.torch.optim import AdamW
-from gradscale.torch.precision import MODES
 
 torch.set_num_threads(1)
 HALF_WEIGHTS = [name for name, mode in MODES.items() if mode.casts]
@@ -82,7 +82,3 @@ def picture(mp: MixedPrecision) -> list[Tensor]:
         for state in optimizer.state_dict()["state"].values():
             found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
     return found
-
-
-def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) > 0 and all(map(torch.equal, some, others))

@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscale.torch import GradScaler, ShardedGradScaler
-from gradscale.torch.agree import Shards
+from gradscale.torch.distributed.groups import Shards
 from gradscale.torch.optim import AdamW
 
 DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
-"""Where the models are: on a GPU, which ranks share, if `run_ranks` was told so."""
+"""Where the models are: on a GPU, which ranks share, if `run_check` is given one."""
 WIDTH, BATCH = 8, 8
 # With so large an eps small errors of gradients stay small errors of weights.
 HOW = {"lr": 0.1, "eps": 0.1}

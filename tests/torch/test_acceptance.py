@@ -19,10 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from gradscale import CallOrderError, Static
 from gradscale.torch import GradScaler
-
-
-def parameter(*values: float) -> Tensor:
-    return torch.tensor(values, requires_grad=True)
+from tensors import parameter
 
 
 def steps(scaler: GradScaler, w: Tensor, optimizer: Optimizer, *values: float) -> list[bool]:

@@ -62,12 +62,12 @@ def test_a_process_that_dies_writing_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_a_sharded_checkpoint_without_a_scaler_warns(tmp_path: Path) -> None:
-    """One process is a number of ranks, too; test_agree_files.py has others."""
+    """One process is a number of ranks, too; test_restart.py has others."""
     weights = {"model": {"w": torch.arange(4.0)}}
     scaler = GradScaler("cpu", init_scale=2.0**5)
     one = torch.ones((), requires_grad=True)
     scaler.backward(one * 1, loss_id="other")
-    scaler._losses["other"].scale.fill_(8.0)
+    scaler._state.losses["other"] = scaler._state.losses["other"]._replace(scale=8.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that there is one process
         dcp.save(weights, checkpoint_id=tmp_path / "without")

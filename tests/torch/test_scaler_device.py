@@ -13,10 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscale import Dynamic, GradStats
 from gradscale.torch import GradScaler
-
-
-def parameter(value: float = 0.0, device: str = "cpu") -> Tensor:
-    return torch.full((1,), value, device=device, requires_grad=True)
+from tensors import parameter
 
 
 class Watch(TorchDispatchMode):
@@ -119,7 +116,7 @@ def test_parameters_on_two_kinds_of_devices_are_stepped_together() -> None:
 def test_a_captured_backward_pass_replays_with_the_scale_of_the_day(
     fused: bool, clip: bool
 ) -> None:
-    scaler, w = GradScaler("cuda", init_scale=4.0), parameter(1.0, "cuda")
+    scaler, w = GradScaler("cuda", init_scale=4.0), parameter(1.0, device="cuda")
     optimizer = SGD([w], lr=1.0, fused=fused)
     factor = torch.ones((), device="cuda")
     stream = torch.cuda.Stream()

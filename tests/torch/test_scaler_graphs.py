@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from cpu_graph import CpuGraph
+from cpu_graph import CpuGraph, keep_in_tensors
 from gradscale import CallOrderError, StuckError
 from gradscale.torch import Event, GradScaler
 
@@ -42,6 +42,7 @@ class World:
         self.optimizers = [AdamW([w], fused=True, **capturable) for w in self.params]
         self.device = device
         if device == "cpu":
+            keep_in_tensors(self.scaler)
             self.iterate()
             return
         side = torch.cuda.Stream()
@@ -227,14 +228,14 @@ def test_a_loss_that_is_not_finite_is_diagnosed_in_replays_too() -> None:
 
 def test_what_is_lost_is_counted_and_the_rest_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 100
-    for module in ("replays", "events"):
-        monkeypatch.setattr(f"gradscale.torch.{module}.ROWS", rows)
+    for module in ("graph_log", "monitor"):
+        monkeypatch.setattr(f"gradscale.torch.telemetry.{module}.ROWS", rows)
     world = World("cpu", stuck_after=50, min_scale=1.0)
     graph = world.capture()
     world.set(1.0, math.nan)
     for _ in range(rows + 60):
         graph.replay()
-    with pytest.warns(UserWarning, match=r"became of 61 steps.* every 100 replays") as warned:
+    with pytest.warns(UserWarning, match=r"of 61 steps.* every 100 replays") as warned:
         world.scaler.flush()
     assert warned[0].filename == __file__
     # The fiftieth skip in a row is among the lost ones, and yet the user hears of it.
@@ -329,6 +330,7 @@ def test_copies_have_a_log_of_their_own(twin: Callable[[GradScaler], GradScaler]
     other.flush()
     assert other.history == []
     world.scaler, mine = other, world.scaler
+    keep_in_tensors(other)
     world.set(1.0, 1.0)
     world.iterate()
     world.capture().replay()
@@ -364,10 +366,10 @@ def test_outside_of_graphs_the_log_is_not_touched(monkeypatch: pytest.MonkeyPatc
     def touched(*_: object) -> None:
         pytest.fail("The log was touched.")
 
-    log: Tensor = world.scaler._events.replays._log  # type: ignore[assignment]
+    log: Tensor = world.scaler._pipeline.monitor.log._log  # type: ignore[assignment]
     before = log._version
-    monkeypatch.setattr("gradscale.torch.replays.append", touched)
-    monkeypatch.setattr("gradscale.torch.replays.Replays._read", touched)
+    monkeypatch.setattr("gradscale.torch.telemetry.graph_log.append", touched)
+    monkeypatch.setattr("gradscale.torch.telemetry.graph_log.GraphLog._read", touched)
     planned(world, world.iterate, plan(50))
     world.scaler.flush()
     assert log._version == before

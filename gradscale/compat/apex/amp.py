@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradscale import foreign
-from gradscale.compat.apex import models as treating
+from gradscale.checkpoints import peers
+from gradscale.compat.apex import models as casts
+from gradscale.compat.apex.amp_optimizer import AmpOptimizer, finish
 from gradscale.compat.apex.functions import (
     REGISTRY,
     float_function,
@@ -30,10 +31,9 @@ from gradscale.compat.apex.functions import (
     register_half_function,
     register_promote_function,
 )
+from gradscale.compat.apex.loss_scaler import LossScaler
 from gradscale.compat.apex.options import Options, settle
-from gradscale.compat.apex.scaling import LossScaler
 from gradscale.compat.apex.session import SESSION, disable_casts
-from gradscale.compat.apex.stepping import Caretaker, finish
 from gradscale.errors import SettingError, StateError, caller_level
 
 __all__ = [
@@ -110,11 +110,11 @@ def initialize(
     scalers = [LossScaler(scale, **bounds) for _ in range(_count(num_losses))]
     several_models = models if isinstance(models, list) else [models]
     several = _several("optimizers", optimizers)
-    treating.check(several_models)
+    casts.check(several_models)
     for model in several_models:
-        treating.treat(model, options)
+        casts.apply(model, options)
     for optimizer in several:
-        _look_after(optimizer, options)
+        _take_over(optimizer, options)
     SESSION.begin(options, scalers)
     REGISTRY.restore()
     if options.patch_torch_functions:
@@ -147,16 +147,16 @@ def _several(name: str, optimizers: Any) -> list[Optimizer]:
     return list(several)
 
 
-def _look_after(optimizer: Any, options: Options) -> None:
-    """Has `amp` look after `optimizer`."""
+def _take_over(optimizer: Any, options: Options) -> None:
+    """Gives `optimizer` what `amp` adds to it."""
     before = getattr(optimizer, "_amp_stash", None)
     if before is not None:
-        before.leave()
+        before.detach()
     if options.half is not None and not options.master_weights:
         _warn_of_eps(optimizer, options)
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # casts averages that it has already
-    optimizer._amp_stash = Caretaker(optimizer, bool(options.master_weights), options.idle)
+    optimizer._amp_stash = AmpOptimizer(optimizer, bool(options.master_weights), options.idle)
 
 
 def _warn_of_eps(optimizer: Optimizer, options: Options) -> None:
@@ -172,17 +172,17 @@ def _warn_of_eps(optimizer: Optimizer, options: Options) -> None:
             return
 
 
-def _caretakers(optimizers: Any) -> list[Caretaker]:
+def _amp_optimizers(optimizers: Any) -> list[AmpOptimizer]:
     """Those of `optimizers`."""
     found = []
     for optimizer in _several("optimizers", optimizers):
-        caretaker = getattr(optimizer, "_amp_stash", None)
-        if caretaker is None:
+        one = getattr(optimizer, "_amp_stash", None)
+        if one is None:
             raise SettingError(
                 "optimizers must be those that amp.initialize() has seen, got another "
                 f"{type(optimizer).__name__}. Give them all to amp.initialize(), as a list."
             )
-        found.append(caretaker)
+        found.append(one)
     return found
 
 
@@ -213,26 +213,26 @@ def scale_loss(
     if SESSION.opt_properties is None:
         yield loss
         return
-    caretakers = _caretakers(optimizers)
+    several = _amp_optimizers(optimizers)
     scaler = _scaler(loss_id)
     scale = scaler.loss_scale()
-    if all(caretaker.idle for caretaker in caretakers) and not scaler.dynamic and scale == 1:
+    if all(one.idle for one in several) and not scaler.dynamic and scale == 1:
         yield loss.float()
         return
-    for caretaker in caretakers:
-        caretaker.prepare(scaler, scale)
+    for one in several:
+        one.prepare(scaler, scale)
     try:
         yield scaler.multiply(loss)
     except BaseException:
-        for caretaker in caretakers:
-            caretaker.give_up()
+        for one in several:
+            one.give_up()
         raise
     if delay_unscale:
-        caretakers = [one for one in caretakers if not one.conclude(scaler, scale)]
-    if caretakers:
-        verdict = finish(caretakers, scaler, scale)
+        several = [one for one in several if not one.conclude(scaler, scale)]
+    if several:
+        result = finish(several, scaler, scale)
         if not delay_overflow_check:
-            verdict.good()
+            result.good()
 
 
 def _scaler(loss_id: Any) -> LossScaler:
@@ -252,9 +252,9 @@ def _scaler(loss_id: Any) -> LossScaler:
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """What `optimizer` works on: float32 masters where there are some, else its parameters."""
-    caretaker = getattr(optimizer, "_amp_stash", None)
-    if caretaker is not None:
-        yield from caretaker.params()
+    one = getattr(optimizer, "_amp_stash", None)
+    if one is not None:
+        yield from one.params()
     else:
         for group in optimizer.param_groups:
             yield from group["params"]
@@ -280,7 +280,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     SESSION.demand("load_state_dict()")
     if SESSION.opt_properties is None:
         return
-    read = foreign.read(state_dict)
+    read = peers.read(state_dict)
     if read is None or "loss_scaler0" not in state_dict:
         raise StateError(
             "The state must be what amp.state_dict() returned, with loss_scaler0 and so on, got "

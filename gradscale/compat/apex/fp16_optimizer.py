@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from gradscale.compat.apex.amp_optimizer import AmpOptimizer, finish
+from gradscale.compat.apex.loss_scaler import LossScaler
 from gradscale.compat.apex.options import HALVES
-from gradscale.compat.apex.scaling import LossScaler
-from gradscale.compat.apex.stepping import Caretaker, finish
 from gradscale.errors import CallOrderError, SettingError, StateError
 
 
@@ -54,7 +54,7 @@ class FP16_Optimizer:
             self.loss_scaler = LossScaler(static_loss_scale)
         self.overflow = False
         """Whether the last gradients were not finite, so that `step()` will do nothing."""
-        self._caretaker = Caretaker(init_optimizer, master_weights=True)
+        self._amp = AmpOptimizer(init_optimizer, master_weights=True)
 
     def __getstate__(self) -> Any:
         raise CallOrderError("FP16_Optimizer is saved by state_dict(), not as an object.")
@@ -92,13 +92,13 @@ class FP16_Optimizer:
         """
         scaler = self.loss_scaler
         scale = scaler.loss_scale()
-        self._caretaker.prepare(scaler, scale)
+        self._amp.prepare(scaler, scale)
         try:
             torch.autograd.backward(scaler.multiply(loss), retain_graph=retain_graph)
         except BaseException:
-            self._caretaker.give_up()
+            self._amp.give_up()
             raise
-        if not self._caretaker.conclude(scaler, scale) or update_master_grads:
+        if not self._amp.conclude(scaler, scale) or update_master_grads:
             self._finish(scaler, scale)
 
     def update_master_grads(self) -> None:
@@ -106,27 +106,27 @@ class FP16_Optimizer:
 
         **Waits for the device.**
         """
-        pending = self._caretaker.pending
+        pending = self._amp.pending
         if pending is not None:
             self._finish(*pending)
 
     def _finish(self, scaler: LossScaler, scale: float) -> None:
-        finish([self._caretaker], scaler, scale)
-        good = [verdict.good() for verdict in self._caretaker.verdicts]
+        finish([self._amp], scaler, scale)
+        good = [result.good() for result in self._amp.results]
         self.overflow = not all(good)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The unscaled gradients, by group; None after an overflow."""
         if self.overflow:
             return None
-        masters = iter(self._caretaker.params())
+        masters = iter(self._amp.params())
         return [[next(masters).grad for _ in group["params"]] for group in self.param_groups]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """The norm of the unscaled gradients, which are clipped to `max_norm`; -1 if not finite."""
         if self.overflow:
             return -1
-        return clip_grad_norm_(self._caretaker.params(), max_norm, norm_type)
+        return clip_grad_norm_(self._amp.params(), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Steps, unless the gradients were not finite. Takes no closure, unlike Apex'."""
@@ -137,12 +137,12 @@ class FP16_Optimizer:
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clears all gradients."""
-        self._caretaker.clear()
-        self._caretaker.pending = None
+        self._amp.clear()
+        self._amp.pending = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a run goes on from; the masters are in the optimizer's state too."""
-        masters = iter(list(self._caretaker.params()))
+        masters = iter(list(self._amp.params()))
         wholes = [[(p, next(masters)) for p in group["params"]] for group in self.param_groups]
         return {
             "loss_scaler": self.loss_scaler.saved(),

@@ -14,7 +14,7 @@ from gradscale.compat.apex.fp16_optimizer import FP16_Optimizer
 from gradscale.compat.apex.functions import CAST, cast_all
 from gradscale.errors import SettingError
 from gradscale.policy import Dynamic, GradStats
-from gradscale.torch.unscale import count_bad
+from gradscale.torch.grads.reference import count_bad
 
 __all__ = [
     "BN_convert_float",
@@ -214,7 +214,7 @@ class DynamicLossScaler(LossScaler):
 
         **Waits for the device.**
         """
-        return bool(count_bad(param for param in params if param.grad is not None))
+        return bool(count_bad([param for param in params if param.grad is not None])[0])
 
     def update_scale(self, overflow: bool) -> None:
         """Moves the scale after a pass with an `overflow`, or without."""

@@ -6,13 +6,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from gradscale.compat.apex import amp, fp16_utils, normalization, optimizers, parallel, scaling
+from gradscale.compat.apex import amp, fp16_utils, loss_scaler, normalization, optimizers, parallel
 from gradscale.compat.apex.functions import REGISTRY
 from gradscale.errors import SettingError
 
 _PARTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
     "amp": (amp, ("_amp_state",)),
-    "amp.scaler": (scaling, ("LossScaler",)),
+    "amp.scaler": (loss_scaler, ("LossScaler",)),
     "fp16_utils": (fp16_utils, ()),
     "fp16_utils.fp16_optimizer": (fp16_utils, ()),
     "fp16_utils.fp16util": (fp16_utils, ()),

@@ -1,9 +1,9 @@
 """What `amp.initialize` does to models.
 
-O1 has the forward pass run under torch's autocast; O2 casts the weights as `gradscale.torch.master`
-does, under autocast as well; without float32 batch norms (O3) all is half, and autocast is off.
-Outputs leave as float32, because what follows outside of the model, such as the loss, is torch as
-it is.
+O1 has the forward pass run under torch's autocast; O2 casts the weights as
+`gradscale.torch.mixed_precision` does, under autocast as well; without float32 batch norms (O3) all
+is half, and autocast is off. Outputs leave as float32, because what follows outside of the model,
+such as the loss, is torch as it is.
 
 A forward pass is wrapped by an object in the place of `model.forward`: `torch.compile` sees through
 it, DDP and direct calls of `forward` meet it, and copies and pickles of the model keep it.
@@ -22,22 +22,33 @@ from gradscale.compat.apex.functions import cast_all
 from gradscale.compat.apex.options import HALVES, Options
 from gradscale.compat.apex.session import SESSION
 from gradscale.errors import SettingError
-from gradscale.torch.master import Inside, cast
-from gradscale.torch.master.casting import Around, device_of, put_around
+from gradscale.torch.mixed_precision.casting import CastForward, cast, device_of, put_around
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-class Forward(Around):
-    """The `forward` of a module, as `amp` has it run; without `autocast` it stays as it is."""
+def _cast(value: Any, dtype: torch.dtype, deep: bool) -> Any:
+    """`value` with all in it cast, as Apex does, wherever it is."""
+    return cast_all(value, dtype)
 
-    def _cast(self, value: Any, dtype: torch.dtype, deep: bool = False) -> Any:
-        return cast_all(value, dtype)
 
-    def _autocasting(self) -> AbstractContextManager[Any]:
-        if self.autocast is None or SESSION.disabled:
-            return nullcontext()
-        return torch.autocast(device_of(self.module).type, self.autocast)
+def _autocast_unless_disabled(forward: CastForward) -> AbstractContextManager[Any]:
+    """Autocast to the format of `forward`; as it is if that has none, or in `disable_casts()`."""
+    if forward.autocast is None or SESSION.disabled:
+        return nullcontext()
+    return torch.autocast(device_of(forward.module).type, forward.autocast)
+
+
+def _forward(
+    module: nn.Module,
+    inputs: torch.dtype | None,
+    autocast: torch.dtype | None,
+    outputs: torch.dtype | None,
+) -> CastForward:
+    """The `forward` of a module as `amp` has it run."""
+    return CastForward(
+        module, inputs, autocast, outputs, cast=_cast, context=_autocast_unless_disabled
+    )
 
 
 def check(models: list[Any]) -> None:
@@ -60,7 +71,7 @@ def check(models: list[Any]) -> None:
                 )
 
 
-def treat(model: nn.Module, options: Options) -> None:
+def apply(model: nn.Module, options: Options) -> None:
     """Has `model` run as `options` say."""
     release(model)
     half, outputs = options.half, options.cast_model_outputs
@@ -68,23 +79,23 @@ def treat(model: nn.Module, options: Options) -> None:
         if options.keep_batchnorm_fp32:
             cast(model, half, keep_float32=(_BatchNorm,))
         else:
-            put_around(model, Inside(model.to(half), half, None, torch.float32))
+            put_around(model, CastForward(model.to(half), half, None, torch.float32))
         # Around it: batches of a class of the user's own, and outputs in another format.
-        put_around(model, Forward(model, half, None, outputs))
+        put_around(model, _forward(model, half, None, outputs))
         model.register_state_dict_post_hook(_give_float32)
     elif options.patch_torch_functions:
-        put_around(model, Forward(model, None, torch.float16, outputs or torch.float32))
+        put_around(model, _forward(model, None, torch.float16, outputs or torch.float32))
     elif options.cast_model_type is torch.float32:
         model.float()
-        put_around(model, Forward(model, torch.float32, None, outputs))
+        put_around(model, _forward(model, torch.float32, None, outputs))
     elif outputs is not None:
-        put_around(model, Forward(model, None, None, outputs))
+        put_around(model, _forward(model, None, None, outputs))
 
 
 def release(model: nn.Module) -> None:
-    """Has `model` run as before `treat`; weights that were cast stay so."""
+    """Has `model` run as before `apply`; weights that were cast stay so."""
     forward = vars(model).get("forward")
-    if isinstance(forward, Forward):
+    if isinstance(forward, CastForward) and forward.cast is _cast:
         if forward.inner is None:
             del vars(model)["forward"]
         else:

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from gradscale.compat.apex.loss_scaler import LossScaler
 from gradscale.compat.apex.options import Options
-from gradscale.compat.apex.scaling import LossScaler
 from gradscale.errors import CallOrderError
 
 

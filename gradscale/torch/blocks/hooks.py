@@ -7,7 +7,7 @@ they are whole and their gradients are not reduced yet.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,34 +40,41 @@ class _Made(NamedTuple):
     """The place of the block."""
 
 
-class Hooks:
+class BlockHooks:
     """The blocks of a model, the factors at their borders and what was measured there.
 
     Args:
         model: Whose blocks they are.
         blocks: The blocks, in order.
         every: Measure in every so many updates.
+        ended: Called with what the model returned, after every forward pass that was not compiled.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[Block], every: int) -> None:
-        self._model, self._blocks, self._every = model, blocks, every
-        self._mark = next(_marks)
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        every: int,
+        ended: Callable[[Any], None],
+    ) -> None:
+        self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
+        self.mark = next(_marks)
         self._num_updates = 0
-        self._made: list[_Made] = []
+        self.made: list[_Made] = []
         """What the last block returned."""
         self._own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
         """The true weights of modules that are running."""
         self._widened: list[Tensor] = []
-        self._device = _device_of(blocks)
-        self._factors = torch.ones(2, len(blocks), device=self._device)
-        self._opened, self._shut = (row.unbind() for row in self._factors.unbind())
-        self._amax = torch.zeros(3, len(blocks), device=self._device)
-        self._meters = [[_meter(place) for place in row.unbind()] for row in self._amax.unbind()]
+        self.device = _device_of(blocks)
+        self.factors = torch.ones(2, len(blocks), device=self.device)
+        self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
+        self.amax = torch.zeros(3, len(blocks), device=self.device)
+        self.meters = [[_meter(place) for place in row.unbind()] for row in self.amax.unbind()]
         self._handles = list(self._hook())
 
     def _hook(self) -> Iterator[Any]:
         """Puts the hooks in place; what takes them off again."""
-        for place, block in enumerate(self._blocks):
+        for place, block in enumerate(self.blocks):
             first, last = block.modules[0], block.modules[-1]
             yield first.register_forward_pre_hook(
                 partial(self._enter, place), prepend=True, with_kwargs=True
@@ -99,27 +106,27 @@ class Hooks:
         """`x` inside of the block at `place`."""
         if not x.requires_grad:
             return x
-        if x.device != self._device:
+        if x.device != self.device:
             raise CallOrderError(
-                f"The model was on {self._device} when BlockScales was made, and block "
-                f"{self._blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
+                f"The model was on {self.device} when BlockScales was made, and block "
+                f"{self.blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
                 "one for each device."
             )
         leaving = self._meter(LEAVING, place)
-        for seen, node, made, maker in self._made:
+        for seen, node, made, maker in self.made:
             if seen is x and _is_untouched(x, node):
-                route = (self._mark, place, maker)
+                route = (self.mark, place, maker)
                 entering = self._meter(ENTERING, maker)
                 factors = self._opened[maker], self._shut[place]
                 return cross(made, *factors, entering, leaving, route)
-        route = (self._mark, place, OUTSIDE)
+        route = (self.mark, place, OUTSIDE)
         return cross(x, None, self._shut[place], None, leaving, route)
 
     def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The output of a block, behind its border."""
         if not torch.is_grad_enabled():
             return None
-        self._made = []
+        self.made = []
         if isinstance(output, Tensor):
             return self._depart(place, output)
         return tree_map_only(Tensor, partial(self._depart, place), output)
@@ -128,11 +135,11 @@ class Hooks:
         """`made`, which the block at `place` has computed, outside of it."""
         if not made.requires_grad:
             return made
-        route = (self._mark, OUTSIDE, place)
+        route = (self.mark, OUTSIDE, place)
         entering = self._meter(ENTERING, place)
         seen = cross(made, self._opened[place], None, entering, None, route)
         node = None if torch.compiler.is_compiling() else seen.grad_fn
-        self._made.append(_Made(seen, node, made, place))
+        self.made.append(_Made(seen, node, made, place))
         return seen
 
     def _lend(
@@ -148,7 +155,7 @@ class Hooks:
             return
         if type(module) is not kind:
             raise CallOrderError(
-                f"Block {self._blocks[place].name!r} has become a {type(module).__name__} since "
+                f"Block {self.blocks[place].name!r} has become a {type(module).__name__} since "
                 "BlockScales was made. Call fully_shard() first."
             )
         self._take_back(module, args, None)  # if an interrupt has left them
@@ -160,7 +167,7 @@ class Hooks:
         if not torch.compiler.is_compiling():
             self._refuse(place, params)
             self._widen(params)
-        route = (self._mark, place, OUTSIDE)
+        route = (self.mark, place, OUTSIDE)
         views = lend(self._shut[place], self._meter(WEIGHTS, place), route, params)
         self._own[module] = lent
         for (owner, name, _), view in zip(lent, views, strict=True):
@@ -173,13 +180,22 @@ class Hooks:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a forward pass of the model."""
-        self._made = []
+        self.made = []
+        if not torch.compiler.is_compiling():
+            self._ended(output)
+
+    def end_update(self) -> bool:
+        """Ends the passes of one update; whether the largest gradients were measured in them."""
+        self.made = []
+        measured = self._is_due() or torch.compiler.is_compiling()
+        self._num_updates += 1
+        return measured
 
     def _meter(self, row: int, place: int) -> Tensor | None:
         """Where the largest gradient of a block goes, in an update in which it is measured."""
         # In this order: the number would be a constant of what is compiled.
         if torch.compiler.is_compiling() or self._is_due():
-            return self._meters[row][place]
+            return self.meters[row][place]
         return None
 
     def _is_due(self) -> bool:
@@ -191,13 +207,13 @@ class Hooks:
         for param in params:
             if type(param) is not nn.Parameter and hasattr(param, "device_mesh"):
                 raise SettingError(
-                    f"Block {self._blocks[place].name!r} has weights that are DTensors, which "
+                    f"Block {self.blocks[place].name!r} has weights that are DTensors, which "
                     "BlockScales cannot scale. After fully_shard() that happens when a part of a "
                     "sharded module is called on its own. Leave the block out of blocks=."
                 )
             if param.dtype is torch.float16 and _in_ddp():
                 raise SettingError(
-                    f"Block {self._blocks[place].name!r} has float16 weights, whose gradients are "
+                    f"Block {self.blocks[place].name!r} has float16 weights, whose gradients are "
                     "float32 with BlockScales, and DDP takes float16 alone. Use float32 weights "
                     "with autocast, or fully_shard()."
                 )
@@ -220,7 +236,7 @@ class Hooks:
         for param in self._widened:
             param.grad = None
             param.grad_dtype = param.dtype
-        self._handles, self._widened, self._made = [], [], []
+        self._handles, self._widened, self.made = [], [], []
 
 
 def _in_ddp() -> bool:

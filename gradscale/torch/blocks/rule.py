@@ -35,7 +35,7 @@ class BlockState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placing:
+class BlockPolicy:
     """Keeps the largest gradient of a block between 2**low and 2**high.
 
         entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from gradscale.errors import SettingError, StateError
 from gradscale.torch.blocks import paths
 from gradscale.torch.blocks.finding import find
-from gradscale.torch.blocks.hooks import Hooks
-from gradscale.torch.blocks.rule import MAX_EXPONENT, BlockState, Placing
+from gradscale.torch.blocks.hooks import BlockHooks
+from gradscale.torch.blocks.rule import MAX_EXPONENT, BlockPolicy, BlockState
 
 
-class BlockScales(Hooks):
+class BlockScales:
     """A scale for every block of `model`, a power of two that follows its gradients.
 
         blocks = BlockScales(model)                  # after fully_shard and .to(device)
@@ -63,23 +63,27 @@ class BlockScales(Hooks):
         model: nn.Module,
         blocks: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
         *,
-        rule: Placing | None = None,
+        rule: BlockPolicy | None = None,
         every: int = 4,
         group: Any = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
-        self._rule = Placing() if rule is None else rule
+        self._rule = BlockPolicy() if rule is None else rule
         self._group = group
         self._checked = False
-        super().__init__(model, find(model, blocks), every)
-        self._state = self._rule.init(len(self._blocks), self._device)
+        self._model = model
+        self._hooks = BlockHooks(model, find(model, blocks), every, self._check_once)
+        self._state = self._rule.init(len(self._hooks.blocks), self._hooks.device)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        super()._end(module, args, output)
-        if self._checked or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self.check(*(out for out in tree_leaves(output) if isinstance(out, Tensor)))
+    def _check_once(self, output: Any) -> None:
+        """Checks the first forward pass that has gradients."""
+        if not self._checked and torch.is_grad_enabled():
+            self.check(*(out for out in tree_leaves(output) if isinstance(out, Tensor)))
+
+    def remove(self) -> None:
+        """Takes everything off the model again."""
+        self._hooks.remove()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -87,20 +91,16 @@ class BlockScales(Hooks):
 
         Call it after the step, once per iteration. Nothing waits for the device.
         """
-        self._made = []
-        measured = self._is_due() or torch.compiler.is_compiling()
-        self._num_updates += 1
-        if not measured:
-            self._amax.zero_()  # a compiled model measures always
+        amax = self._hooks.amax
+        if not self._hooks.end_update():
+            amax.zero_()  # a compiled model measures always
             return
         if self._group is not None:
             # A maximum over ranks may lose a NaN, but no infinity.
-            self._amax.nan_to_num_(nan=float("inf"), posinf=float("inf"))
-            torch.distributed.all_reduce(
-                self._amax, op=torch.distributed.ReduceOp.MAX, group=self._group
-            )
-        self._move(self._rule.update(self._state, self._amax))
-        self._amax.zero_()
+            amax.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+            torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        self._move(self._rule.update(self._state, amax))
+        amax.zero_()
 
     def _move(self, state: BlockState) -> None:
         """Takes over `state`, in place: a CUDA graph may have captured it."""
@@ -108,7 +108,7 @@ class BlockScales(Hooks):
             kept.copy_(new)
         exponents = torch.stack([self._state.exponents, -self._state.exponents])
         # Written as bits: a power of two must be exact, which pow() on a device need not be.
-        self._factors.copy_(((exponents + 127) * 2**23).view(torch.float32))
+        self._hooks.factors.copy_(((exponents + 127) * 2**23).view(torch.float32))
 
     def check(self, *outputs: Tensor) -> None:
         """Raises if a gradient gets into or out of a block other than over its border.
@@ -120,14 +120,14 @@ class BlockScales(Hooks):
             SettingError: It names the block and what to do.
         """
         names = {id(param): name for name, param in self._model.named_parameters()}
-        meters = {id(meter) for row in self._meters for meter in row}
-        paths.check(outputs, self._mark, self.names, names, meters)
+        meters = {id(meter) for row in self._hooks.meters for meter in row}
+        paths.check(outputs, self._hooks.mark, self.names, names, meters)
         self._checked = True
 
     @property
     def names(self) -> list[str]:
         """The blocks, in order, by the name of their first module."""
-        return [block.name for block in self._blocks]
+        return [block.name for block in self._hooks.blocks]
 
     @property
     def exponents(self) -> dict[str, int]:
@@ -168,5 +168,7 @@ class BlockScales(Hooks):
                     )
             rows.append([row[name] for name in self.names])
         with torch.no_grad():
-            self._move(BlockState(*torch.tensor(rows, dtype=torch.int32, device=self._device)))
-            self._amax.zero_()
+            self._move(
+                BlockState(*torch.tensor(rows, dtype=torch.int32, device=self._hooks.device))
+            )
+            self._hooks.amax.zero_()

@@ -1,0 +1,131 @@
+"""Why a step was skipped, and what to look at when no step is applied any more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gradscale.formats import Format
+
+EXPLANATIONS = {
+    "applied": "the step was applied",
+    "no gradients": "no parameter of the optimizer has a gradient: check that the loss depends on "
+    "the parameters and that backward() ran",
+    "loss not finite": "the loss itself is not finite, which no scale can cure: check the forward "
+    "pass, the data and the learning rate",
+    "stuck at the floor": "gradients are not finite even at min_scale, the smallest scale that is "
+    "allowed, so the scale is hardly the cause: check the parameters named here",
+    "NaN at any scale": "there are NaN gradients that a lower scale does not cure: look for 0 / 0, "
+    "or a root or logarithm of 0, in the backward pass of the parameters named here",
+    "scale too low": "gradients are finite, but once unscaled too large for the format in which "
+    "they are stored: they have exploded, or were changed after unscale_()",
+    "scale too high": "gradients overflow: lower a scale that is fixed; one that moves is still "
+    "falling, and will settle unless the gradients have exploded",
+}
+"""Every verdict, in the order in which they are tried, and what it means."""
+
+HOPELESS = 20
+"""Skipped steps in a row, with the scale lowered each time, after which NaN is not the scale's."""
+DISTANT = 10
+"""Binades between the largest finite gradient and the ceiling that make an overflow unlikely."""
+
+_HINT = "on_stuck and stuck_after set when this is reported, and how."
+
+
+def verdict(
+    *,
+    applied: bool,
+    finite: bool,
+    scale: float,
+    loss_finite: bool = True,
+    has_gradients: bool = True,
+    floor: float = 0.0,
+    own_losses: Sequence[tuple[bool, float]] = (),
+    bad_counts: Sequence[tuple[int | None, int | None]] = (),
+    finite_amax: float | None = None,
+    format: Format | None = None,
+    skipped_in_a_row: int = 0,
+) -> str:
+    """The first key of `EXPLANATIONS` that is true of a step.
+
+    An overflow can leave nothing but NaN behind (infinity minus infinity). So NaN is put down to
+    something else than the scale only if no gradient is infinite and the finite ones are far below
+    the ceiling, or if lower and lower scales have not helped.
+
+    Args:
+        applied: Whether the step took place.
+        finite: Whether every scaled gradient element was finite.
+        scale: The scale of the gradients.
+        floor: The smallest scale that the policy allows.
+        own_losses: For each loss with a scale of its own, whether its gradients were finite, and
+            that scale.
+        bad_counts: Infinite and NaN elements of each gradient that was not finite; None where they
+            were not counted.
+        finite_amax: The largest finite magnitude among the scaled gradients, if it is known.
+        format: The narrowest format of the backward pass, if it is known.
+
+    >>> verdict(applied=False, finite=False, scale=65536.0)
+    'scale too high'
+    """
+    if applied:
+        return "applied"
+    if not has_gradients:
+        return "no gradients"
+    if not loss_finite:
+        return "loss not finite"
+    overflowing = [loss_scale for fine, loss_scale in own_losses if not fine]
+    if not finite and not overflowing:
+        overflowing = [scale]
+    if any(loss_scale <= floor for loss_scale in overflowing):
+        return "stuck at the floor"
+    if _is_nan_at_any_scale(bad_counts, finite_amax, format, skipped_in_a_row):
+        return "NaN at any scale"
+    return "scale too low" if finite else "scale too high"
+
+
+def _is_nan_at_any_scale(
+    bad_counts: Sequence[tuple[int | None, int | None]],
+    finite_amax: float | None,
+    format: Format | None,
+    skipped_in_a_row: int,
+) -> bool:
+    """Whether there is NaN that no scale seems to cure."""
+    if not any(nans != 0 for _, nans in bad_counts):
+        return False
+    if skipped_in_a_row >= HOPELESS:
+        return not any(infs for infs, _ in bad_counts)
+    if finite_amax is None or format is None or any(infs != 0 for infs, _ in bad_counts):
+        return False
+    return 0 < finite_amax <= math.ldexp(format.max, -DISTANT)
+
+
+def stuck_message(count: int, scale: float, verdict: str, parameters: Sequence[str] = ()) -> str:
+    """What is wrong after `count` skipped steps in a row, and what to look at.
+
+    Args:
+        scale: The scale of the last of them.
+        verdict: The verdict on the last of them.
+        parameters: The names of those whose gradients were not finite.
+    """
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    named = "; ".join(parameters[:3]) + more
+    culprits = f" Gradients that are not finite: {named}." if parameters else ""
+    return (
+        f"{count} steps in a row were skipped, the last at scale {scale:g} ({verdict}): "
+        f"{EXPLANATIONS[verdict]}.{culprits} {_HINT}"
+    )
+
+
+def replay_message(count: int, scale: float, losses_finite: bool) -> str:
+    """The same for steps in a CUDA graph, of which only the flags are known.
+
+    Args:
+        scale: The scale from now on.
+        losses_finite: Whether the losses of the last of them were finite.
+    """
+    known = "" if losses_finite else f" ({EXPLANATIONS['loss not finite']})"
+    return (
+        f"{count} steps in a row were skipped in a CUDA graph, and the scale is now {scale:g}"
+        f"{known}. Take a step outside of the graph for its verdict() and culprits(). "
+        f"{_HINT}"
+    )

@@ -1,0 +1,71 @@
+"""The policies whose scale is constant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from gradscale.policy.arrays import new, scalars
+from gradscale.policy.settings import as_flag, as_scale, call_of, settle
+from gradscale.policy.stats import GradStats
+
+
+class ScaleState(NamedTuple):
+    """The state of a policy that only has a scale."""
+
+    scale: Any
+    """The loss is multiplied by this (float32)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Off:
+    """No scaling: the scale is always 1. Steps that are not finite are still skipped.
+
+    >>> Off().update(Off().init(), GradStats(finite=False))
+    ScaleState(scale=1.0)
+    """
+
+    __repr__ = call_of
+    goes_by: ClassVar[tuple[str, ...]] = ()
+    """Fields of `GradStats` that `update` needs besides the flags."""
+
+    @property
+    def init_scale(self) -> float:
+        """1.0."""
+        return 1.0
+
+    def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
+        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        return ScaleState(new(xp, like, 1.0))
+
+    def update(self, state: ScaleState, stats: GradStats, xp: Any = scalars) -> ScaleState:
+        """The same state."""
+        return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """A scale that never moves. Steps that are not finite are skipped.
+
+    >>> Static(1024.0).init()
+    ScaleState(scale=1024.0)
+    """
+
+    __repr__ = call_of
+    goes_by: ClassVar[tuple[str, ...]] = ()
+    """Fields of `GradStats` that `update` needs besides the flags."""
+    init_scale: float = field(kw_only=False)
+    exact: bool = True
+    """Whether the scale must be a power of two, so that unscaling is exact."""
+
+    def __post_init__(self) -> None:
+        as_flag("exact", self.exact)
+        settle(self, "init_scale", as_scale("init_scale", self.init_scale, self.exact))
+
+    def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
+        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        return ScaleState(new(xp, like, self.init_scale))
+
+    def update(self, state: ScaleState, stats: GradStats, xp: Any = scalars) -> ScaleState:
+        """The same state."""
+        return state

@@ -1,0 +1,1 @@
+"""What torch.compile sees of a scaler."""

@@ -1,0 +1,86 @@
+"""Integer handles for scalers and optimizers in compiled graphs.
+
+Operators are given a number and find its owner again. Outcomes, which must be remembered between
+two calls, have numbers of their own, as tensors that travel through the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError
+from gradscale.torch.telemetry.outcome import StepOutcome
+
+KEPT = 100
+"""Outcomes of compiled steps that can still be asked for."""
+
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class ScalerHandle:
+    """What a compiled function needs of a scaler, and the lock of the scaler."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.lock = threading.RLock()
+        self.number = register(scaler)
+        with torch.inference_mode(False):
+            self.order = torch.zeros((), dtype=torch.float32, device="cpu")
+        """An argument of every operator, which `apply` claims to change: so they stay in order."""
+        self._outcomes: OrderedDict[int, StepOutcome] = OrderedDict()
+
+    def keep(self, outcome: StepOutcome) -> Tensor:
+        """The number of `outcome`, as a tensor on the CPU."""
+        number = next(reversed(self._outcomes), 0) + 1
+        self._outcomes[number] = outcome
+        if len(self._outcomes) > KEPT:
+            self._outcomes.popitem(last=False)
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+    def recall(self, number: Tensor) -> StepOutcome:
+        """The outcome that has this number."""
+        outcome = self._outcomes.get(int(number))
+        if outcome is None:
+            raise CallOrderError(
+                f"The outcomes of the last {KEPT} compiled steps are kept, and this one is older. "
+                "Ask for it sooner."
+            )
+        return outcome
+
+
+class OptimizerHandle:
+    """What a compiled function needs of an optimizer: **not** `param_groups`.
+
+    Looking there, it would compile anew for every learning rate.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.number = register(optimizer)
+        self.params: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        """The very lists, so that what is added to a group is seen."""
+
+
+def register(owner: object) -> int:
+    """A number by which operators find `owner` as long as it lives."""
+    number = next(_numbers)
+    _owners[number] = owner
+    return number
+
+
+def find(number: int) -> Any:
+    """The scaler or optimizer of this `number`."""
+    owner = _owners.get(number)
+    if owner is None:
+        raise CallOrderError(
+            "The scaler or optimizer of a compiled function is gone. Keep it as long as its losses "
+            "and gradients."
+        )
+    return owner

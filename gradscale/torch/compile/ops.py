@@ -1,0 +1,246 @@
+"""What torch.compile sees of a scaler: three operators, behind which the ordinary code runs.
+
+A graph cannot hold entries, hooks and weak references. So in a compiled function `scale()` and
+`apply()` become operators that no compiler looks into; when the graph runs, they find the scaler by
+its number and do what is done without a compiler.
+
+A compiler may give an operator copies of the tensors that it changes, and write the copies over the
+tensors afterwards. So `apply` first brings what it was given to where it belongs, and the results
+back in the end. Where both are the same memory, as Inductor leaves it, nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradscale.torch.compile.graph_breaks import outside
+from gradscale.torch.compile.handles import find
+from gradscale.torch.grads.scale import move, times
+from gradscale.torch.telemetry.blame import Blame
+from gradscale.torch.telemetry.outcome import StepOutcome
+
+# A replayed CUDA graph would skip what happens on the host.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+# Scaling.
+
+
+def scale(scaler: Any, loss: Tensor) -> Tensor:
+    """`loss` times the scale of the iteration; for `GradScaler.scale` in a compiled function."""
+    scaled: Tensor = torch.ops.gradscale.scale(loss, scaler._handle.order, scaler._handle.number)
+    return scaled
+
+
+# It says that it changes nothing, because only such an operator may have a backward pass. Scaling a
+# loss twice does no harm, nor does leaving out a loss that nobody uses.
+@torch.library.custom_op(
+    "gradscale::scale",
+    mutates_args=(),
+    schema="(Tensor loss, Tensor order, SymInt scaler) -> Tensor",
+    tags=_TAGS,
+)
+def _scale(loss: Tensor, order: Tensor, scaler: int) -> Tensor:
+    """The scaled loss."""
+    scaled: Tensor = find(scaler).scale(loss)
+    return scaled.detach()
+
+
+@torch.library.custom_op(
+    "gradscale::begin_pass",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor loss, SymInt scaler) -> Tensor",
+    tags=_TAGS,
+)
+def _begin_pass(grad: Tensor, loss: Tensor, scaler: int) -> Tensor:
+    """The gradient of `loss`, times the scale of the iteration in which the pass runs."""
+    factor = find(scaler)._pipeline.passes.begin(loss)
+    return times(grad, factor.tensor).to(loss.dtype)
+
+
+@_scale.register_fake
+def _scale_shape(loss: Tensor, order: Tensor, scaler: int) -> Tensor:
+    factor = torch.empty((), dtype=torch.float32, device=loss.device)
+    return times(loss, factor)
+
+
+@_begin_pass.register_fake
+def _begin_pass_shape(grad: Tensor, loss: Tensor, scaler: int) -> Tensor:
+    factor = torch.empty((), dtype=torch.float32, device=grad.device)
+    return times(grad, factor).to(loss.dtype)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.scaler = inputs[2]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (loss,) = ctx.saved_tensors
+    return torch.ops.gradscale.begin_pass(grad, loss, ctx.scaler), None, None
+
+
+_scale.register_autograd(_backward, setup_context=_remember)
+
+
+# Applying.
+
+
+def apply(
+    scaler: Any,
+    optimizers: Any,
+    clip_norm: float | None,
+    clip_value: float | None,
+    closure: Callable[[], Any] | None,
+    zero_grad: bool,
+) -> StepOutcome:
+    """What became of the step; for `GradScaler.apply` in a compiled function."""
+    several = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    params = _params_of(several) if all(hasattr(one, "_handle") for one in several) else []
+    numbers = all(type(limit) in (int, float, type(None)) for limit in (clip_norm, clip_value))
+    plain = all(type(p) in (Tensor, Parameter) for p in params)
+    if not params or not numbers or not plain or closure is not None or not zero_grad:
+        limits = {"clip_norm": clip_norm, "clip_value": clip_value}
+        rest = {"closure": closure, "zero_grad": zero_grad}
+        return outside(scaler, "apply", optimizers, **limits, **rest)
+    places = [place for place, param in enumerate(params) if param.grad is not None]
+    there = [params[place] for place in places]
+    grad_enabled = torch.is_grad_enabled()
+    with torch.no_grad():
+        flags, floats, row, number = torch.ops.gradscale.apply(
+            there,
+            [param.grad for param in there],
+            scaler._handle.order,
+            scaler._handle.number,
+            [optimizer._handle.number for optimizer in several],
+            places,
+            clip_norm,
+            clip_value,
+            grad_enabled,
+        )
+    for param in params:
+        param.grad = None  # the operator has done so, unseen
+    applied, finite, fits, loss_finite = flags.unbind()
+    scale, grad_norm, amax, underflow = floats.unbind()
+    measured = scaler._enabled and len(places) > 0
+    # Dynamo cannot hand out defaults that are functions, so nothing is left to a default.
+    return StepOutcome(
+        applied=applied,
+        finite=finite,
+        fits=fits,
+        loss_finite=loss_finite,
+        scale=scale,
+        grad_norm=grad_norm if measured else None,
+        amax=amax if measured else None,
+        underflow=underflow if measured and scaler._pipeline.underflow_every else None,
+        skipped_in_a_row=row,
+        _format=scaler._state.format,
+        _blame=Blame.nobody,
+        _original=Original(scaler._handle, number),
+    )
+
+
+class Original:
+    """Finds the outcome that a compiled step had outside of the graph."""
+
+    def __init__(self, handle: Any, number: Tensor) -> None:
+        self._handle, self._number = handle, number
+
+    def __call__(self) -> StepOutcome:
+        """The outcome."""
+        outcome: StepOutcome = self._handle.recall(self._number)
+        return outcome
+
+
+def _params_of(optimizers: Iterable[Any]) -> list[Tensor]:
+    """The parameters of `optimizers`, each once, in an order of which both sides are sure."""
+    return list(dict.fromkeys(p for o in optimizers for each in o._handle.params for p in each))
+
+
+# Not a `custom_op`, inside which there is no autograd: whoever follows the scaler may want it.
+torch.library.define(
+    "gradscale::apply",
+    "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!) order, SymInt scaler,"
+    " SymInt[] optimizers, int[] places, float? clip_norm, float? clip_value, bool grad_enabled)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+def _apply(
+    params: list[Tensor],
+    grads: list[Tensor],
+    order: Tensor,
+    scaler: int,
+    optimizers: Sequence[int],
+    places: Sequence[int],
+    clip_norm: float | None,
+    clip_value: float | None,
+    grad_enabled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The values of the outcome, and its number; everything given is what it is after the step."""
+    owner = find(scaler)
+    several = [find(number) for number in optimizers]
+    everyone = _params_of(several)
+    real = [everyone[place] for place in places]
+    try:
+        copied = _bring(params, grads, real)
+        with torch.set_grad_enabled(grad_enabled):
+            outcome = owner.apply(several, clip_norm=clip_norm, clip_value=clip_value)
+    except BaseException:
+        torch.set_grad_enabled(grad_enabled)  # what comes next in the graph will not do it
+        raise
+    for given, mine in copied:
+        given.copy_(mine.detach())
+    for optimizer in several:
+        optimizer._handle.params[:] = [group["params"] for group in optimizer.param_groups]
+    return *_values(outcome), owner._handle.keep(outcome)
+
+
+def _bring(
+    params: list[Tensor], grads: list[Tensor], real: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """What was given as a copy, and where it belongs, after bringing it there."""
+    pairs = list(zip(params, real, strict=True))
+    for param, grad in zip(real, grads, strict=True):
+        if param.grad is None:
+            param.grad = grad  # made in the same graph
+        pairs.append((grad, param.grad))
+    copied = [(given, mine) for given, mine in pairs if given.data_ptr() != mine.data_ptr()]
+    for given, mine in copied:
+        mine.data.copy_(given)  # `data`: without a trace, as if it had been there before
+    return copied
+
+
+def _values(outcome: StepOutcome) -> tuple[Tensor, Tensor, Tensor]:
+    """The flags, floats and the count of `outcome`; an operator must not hand out its views."""
+    device = outcome.applied.device
+    flags = (outcome.applied, outcome.finite, outcome.fits, outcome.loss_finite)
+    floats = (outcome.scale, outcome.grad_norm, outcome.amax, outcome.underflow)
+    known = [
+        torch.full_like(outcome.scale, math.nan) if value is None else move(value, device)
+        for value in floats
+    ]
+    return torch.stack(flags), torch.stack(known), outcome.skipped_in_a_row.clone()
+
+
+def _apply_shape(
+    params: list[Tensor], grads: list[Tensor], *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    device = params[0].device if params else torch.device("cpu")
+    return (
+        torch.empty(4, dtype=torch.bool, device=device),
+        torch.empty(4, dtype=torch.float32, device=device),
+        torch.empty((), dtype=torch.int32, device=device),
+        torch.empty((), dtype=torch.int64, device="cpu"),
+    )
+
+
+torch.library.impl("gradscale::apply", "default", _apply)
+torch.library.register_fake("gradscale::apply", _apply_shape)

@@ -1,0 +1,1 @@
+"""Ranks: who decides together, and how."""

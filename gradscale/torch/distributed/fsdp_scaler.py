@@ -1,0 +1,50 @@
+"""torch's name for a scaler of sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradscale.torch.distributed.groups import WORLD, Shards
+from gradscale.torch.scaler import GradScaler
+
+
+class ShardedGradScaler(GradScaler):
+    """`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, mended, by one import.
+
+        scaler = ShardedGradScaler(process_group=group)
+
+    The ranks of the group hold shards in plain tensors, as FSDP1 leaves them.
+
+    Args:
+        device: As torch's.
+        init_scale: As torch's.
+        backoff_factor: As torch's, before the growth factor: that is torch's order here.
+        growth_factor: As torch's.
+        growth_interval: As torch's.
+        enabled: As torch's.
+        process_group: Whose ranks decide together; without it all ranks.
+        settings: Those of `GradScaler` that are no torch's.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            groups=Shards(WORLD if process_group is None else process_group),
+            **settings,
+        )
+        self._pipeline.consensus.groups.has_losses = True  # of their own data

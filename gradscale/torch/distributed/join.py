@@ -1,0 +1,116 @@
+"""Uneven data: a rank that has run out of it goes on deciding with the others.
+
+Inside torch's `Join` such a rank shadows the collectives of those that go on: DDP's by DDP's own
+hook. The gather by which ranks agree on a step is none of DDP's, and the others would wait for it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+
+from gradscale.errors import SettingError
+from gradscale.torch.step.contract import as_optimizers
+
+
+class JoinableStep(Joinable):
+    """Has a rank that ran out of data step with the others, in torch's `Join` beside the model.
+
+        def step():
+            return scaler.apply(optimizer, clip_norm=1.0)
+
+        with Join([model, JoinableStep(step, optimizer, model)]):
+            for inputs, targets in data:  # of which some ranks have more than others
+                scaler.backward(loss_fn(model(inputs), targets))
+                step()
+
+    It has no gradients, so it only hears what the others found, and moves the scale as they do.
+    When all are done, DDP gives every rank the parameters of the last one, and this the state of
+    its optimizers, **through the host's memory**: without it, moments would be of different age.
+
+    Args:
+        step: What follows every backward pass whose gradients are reduced, so not those inside
+            `no_sync()`: `apply()`, or `step()`, `update()` and `zero_grad()`.
+        optimizers: Those that `step` steps, one or several; no `ZeroRedundancyOptimizer`.
+        model: The DDP model, which stands before this in the list.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        optimizers: Optimizer | Iterable[Optimizer],
+        model: Joinable,
+    ) -> None:
+        super().__init__()
+        if not callable(step):
+            raise SettingError(f"step must be a function, got {type(step).__name__}.")
+        if not isinstance(model, Joinable):
+            raise SettingError(
+                f"model must be the DDP model, got {type(model).__name__}. Wrap it in "
+                "DistributedDataParallel first."
+            )
+        self.optimizers = as_optimizers(optimizers, "JoinableStep")
+        self.step = step
+        self.model = model
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """What a rank does after it has run out of data."""
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """That of the model."""
+        return self.model.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        """That of the model."""
+        # Join looks here when it begins. What is first in its list tells those that have run out
+        # that there is another step, before every forward pass, which nobody would do for us.
+        if self._join_config.enable and self._join_config.is_first_joinable:
+            raise SettingError(
+                "JoinableStep must come after the DDP model, got it as the first. Write "
+                "Join([model, JoinableStep(step, optimizer, model)])."
+            )
+        return self.model.join_process_group
+
+
+class _Shadow(JoinHook):
+    """Steps without gradients while others have some; then takes over what they made of them."""
+
+    def __init__(self, owner: JoinableStep) -> None:
+        self.owner = owner
+
+    def main_hook(self) -> None:
+        """Steps as the others do, if they do after this pass."""
+        # DDP has asked them whether they reduce gradients, and keeps the answer here.
+        if not getattr(self.owner.model, "require_forward_param_sync", True):
+            return
+        for optimizer in self.owner.optimizers:
+            # Left from the last batch, or of one that nobody has reduced.
+            optimizer.zero_grad(set_to_none=True)
+        self.owner.step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Gives the optimizers of every rank the state of the one whose parameters they got."""
+        group, device = self.owner.join_process_group, self.owner.join_device
+        # Of several that were last, the highest, as DDP has it.
+        last = torch.tensor(dist.get_rank(group) if is_last_joiner else -1, device=device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+        source = dist.get_global_rank(group, int(last))
+        for optimizer in self.owner.optimizers:
+            file = io.BytesIO()
+            if dist.get_rank() == source:
+                torch.save(optimizer.state_dict(), file)
+            # As bytes: tensors of a GPU would all come to the GPU that they were on.
+            box = [file.getvalue()]
+            dist.broadcast_object_list(box, source, group=group, device=device)
+            if dist.get_rank() != source:
+                state = torch.load(io.BytesIO(box[0]), map_location="cpu", weights_only=False)
+                optimizer.load_state_dict(state)

@@ -1,0 +1,1 @@
+"""Gradients: which there are, and what is measured of and done to them."""

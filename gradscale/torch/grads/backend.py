@@ -1,0 +1,86 @@
+"""What is done to gradients: by Triton kernels where they can take them, else by torch operations.
+
+The two backends, `reference` and `triton`, give the same results; `dispatch.use()` chooses one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from gradscale.policy import GradStats
+from gradscale.torch.grads import dispatch, reference
+from gradscale.torch.grads.collect import Gradients
+from gradscale.torch.grads.fields import SUMMARY, value_at
+from gradscale.torch.grads.reference import Measurement
+from gradscale.torch.grads.scale import Scale, move
+
+
+def measure(
+    grads: Gradients,
+    scale: Scale,
+    *,
+    unscale: bool = False,
+    amax: bool = False,
+    max_norm: float | None = None,
+) -> Measurement:
+    """What `grads` are like, before they are unscaled in place, if they are to be.
+
+    Args:
+        grads: The gradients, which have the scale `scale`.
+        scale: Their scale.
+        unscale: Whether to divide them by it.
+        amax: Whether the largest magnitude must be measured, also where that takes longer.
+        max_norm: Measures the 2-norm, and what clips it to this; None does not.
+    """
+    if scale.number is None:
+        table = grads.table
+        if table is not None:
+            return _measure_by_kernel(grads, table, scale, unscale, max_norm)
+    return reference.measure(grads, scale, unscale=unscale, amax=amax, max_norm=max_norm)
+
+
+def _measure_by_kernel(
+    grads: Gradients,
+    table: dispatch.TensorTable,
+    scale: Scale,
+    unscale: bool,
+    max_norm: float | None,
+) -> Measurement:
+    """One launch for everything."""
+    device, home = table.keys[0][0], scale.tensor.device
+    summary, counts = dispatch.module("measure").measure(
+        table.groups,
+        move(scale.inverse, device),
+        max_norm=math.inf if max_norm is None else max_norm,
+        unscale=unscale,
+    )
+    rows = table.rows(counts)
+    summary = move(summary, home)
+    names = ("non_finite", "fits", "amax", "norm", "clip", "finite_amax")
+    bad, fits, amax, norm, clip, peak = (value_at(summary, name, SUMMARY) for name in names)
+    stats = GradStats(
+        finite=bad == 0, fits=fits > 0, amax=amax, norm=None if max_norm is None else norm
+    )
+    limit = 1.0 if max_norm is None else clip
+    return Measurement(stats, limit, counts=rows, finite_amax=peak)
+
+
+def multiply(grads: Gradients, factor: Tensor) -> None:
+    """Multiplies `grads` by the float32 `factor` in place, each product rounded once."""
+    table = grads.table
+    if table is None:
+        reference.multiply(grads.values, factor)
+    else:
+        dispatch.module("rescale").multiply(table.groups, move(factor, table.keys[0][0]))
+
+
+def clamp(grads: Gradients, limit: float) -> None:
+    """Holds every element of `grads` within `limit` of 0, in place; a NaN stays one."""
+    reference.clamp(grads.values, limit)
+
+
+def underflow(grads: Gradients, smallest_normal: float, like: Tensor) -> Tensor:
+    """The share of nonzero elements below `smallest_normal`, as float32 where `like` is."""
+    return reference.underflow(grads.values, smallest_normal, like)

@@ -1,0 +1,132 @@
+"""Bringing models and optimizers into the formats of a mode, and masters to the optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.grads.collect import with_grad
+from gradscale.torch.mixed_precision.casting import (
+    NORMS,
+    Keep,
+    cast_all,
+    find,
+    lift,
+    refuse_wrapped,
+    run_in_float32,
+    widen_states,
+)
+from gradscale.torch.mixed_precision.masters import Masters
+from gradscale.torch.mixed_precision.modes import Mode
+from gradscale.torch.optim.master_bits import HALF_DTYPES, set_master
+from gradscale.torch.telemetry.names import bare
+
+
+def trained(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Any]]:
+    """The parameters that are trained, with their optimizers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from ((optimizer, param) for param in group["params"] if param.requires_grad)
+
+
+def refuse_strangers(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Raises a SettingError if an optimizer has no parameter of the models."""
+    known = {id(param) for model in models for param in model.parameters()}
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(id(param) in known for param in params):
+            continue
+        raise SettingError(
+            f"None of the {len(params)} parameters of this {type(optimizer).__name__}, the first "
+            f"of shape {tuple(params[0].shape)}, is one of the {len(known)} parameters of the "
+            "model. Was the optimizer built for another model, or before the model was rebuilt? "
+            "Build it from model.parameters()."
+        )
+
+
+def convert(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    mode: Mode,
+    keep: Sequence[Keep],
+) -> list[Masters | None]:
+    """Casts the models; what keeps the masters of every optimizer, None if it does so itself."""
+    refuse_strangers(models, optimizers)
+    exact = [(o, p, p.data) for o, p in trained(optimizers) if p.dtype is torch.float32]
+    _cast(models, optimizers, mode, keep)
+    masters = [masters_of(optimizer, mode) for optimizer in optimizers]
+    owners = {id(optimizer): own for optimizer, own in zip(optimizers, masters, strict=True)}
+    with torch.no_grad():
+        for optimizer, param, value in exact if mode.master is not None else ():
+            own = owners[id(optimizer)]
+            if param.dtype not in HALF_DTYPES:
+                continue
+            if own is None:
+                set_master(param, optimizer.state[param], value, mode.master)  # type: ignore[arg-type]
+            else:
+                own.set_master(param, value)
+    return masters
+
+
+def _cast(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    mode: Mode,
+    keep: Sequence[Keep],
+) -> None:
+    """Brings the models into the formats of the mode."""
+    if mode.casts:
+        for model in models:
+            refuse_wrapped(model)
+        owners = Counter(id(param) for _, param in trained(optimizers))
+        if any(count > 1 for count in owners.values()):
+            raise SettingError(
+                f"A parameter is in two optimizers, which goes with no masters. Use the mode "
+                f'"{mode.passes.replace("float", "fp")}", or give it to one of them.'
+            )
+    for each in keep:
+        if not any(find(bare(model), each) for model in models):
+            what = repr(each) if isinstance(each, str) else f"this {type(each).__name__}"
+            raise SettingError(f"keep_float32 has {what}, which is no module of the model.")
+    kept = [(model, [each for each in keep if find(bare(model), each)]) for model in models]
+    wide = mode.passes == "float32"
+    if mode.casts:
+        cast_all([(model, [*NORMS, *mine]) for model, mine in kept], mode.dtype)
+    for model, mine in () if mode.casts else kept:
+        lift(model, frozen=wide)
+        if not wide:
+            run_in_float32(model, (*NORMS, *mine))
+    widen_states(optimizers)
+
+
+def masters_of(optimizer: Any, mode: Mode) -> Masters | None:
+    """What keeps the masters of `optimizer`; None if it does so itself."""
+    keep_masters = getattr(optimizer, "keep_masters", None)
+    if keep_masters is not None:
+        if mode.master is not None:
+            keep_masters(mode.master)
+        return None
+    # Without masters, too, a half weight may come: one that is unfrozen, or added to a group.
+    masters = Masters(optimizer, mode.master or "float32")
+    if mode.master is not None:
+        optimizer.register_step_pre_hook(_guard(masters))
+    return masters
+
+
+def _guard(masters: Masters) -> Callable[..., None]:
+    """A hook that refuses steps which would move weights and not their masters."""
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        if not masters.in_place and masters.needed(with_grad(optimizer.param_groups)):
+            raise CallOrderError(
+                "optimizer.step() was called, which would move weights and not their masters. Call "
+                "mp.step() instead."
+            )
+
+    return refuse

@@ -1,0 +1,392 @@
+"""One object for the whole of mixed precision: formats, masters, scale, steps and retries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.policy import Dynamic, Headroom, Off, Policy, Static
+from gradscale.torch.mixed_precision import state
+from gradscale.torch.mixed_precision.accumulation import Accumulation
+from gradscale.torch.mixed_precision.casting import Keep, device_of
+from gradscale.torch.mixed_precision.conversion import convert, masters_of, trained
+from gradscale.torch.mixed_precision.modes import mode_named
+from gradscale.torch.scaler import GradScaler
+from gradscale.torch.step.apply import check_limits
+from gradscale.torch.step.contract import as_optimizers
+from gradscale.torch.step.snapshot import Snapshot
+from gradscale.torch.telemetry.outcome import StepOutcome
+
+_WORDS = (
+    ("before scale()", "before mp.backward()"),
+    (" or scaler.scale(loss).backward()", ""),
+    ("apply()", "mp.step()"),
+    ("scaler.", "mp."),
+)
+"""The scaler's calls in its messages, and ours."""
+
+
+class MixedPrecision:
+    """Trains models in a format, with the loop that cannot be got wrong.
+
+        mp = MixedPrecision(model, AdamW(model.parameters(), lr=3e-4), "fp16")
+        for batch in data:
+            with mp.autocast():
+                loss = loss_fn(model, batch)
+            mp.backward(loss)
+            outcome = mp.step(clip_norm=1.0)
+
+    or, where a batch is precious, `outcome = mp.run(lambda: loss_fn(model, batch))`.
+
+    Modes, all with the same guard against gradients that are not finite, and the same outcome:
+
+    | mode | passes | weights | masters |
+    |---|---|---|---|
+    | "fp32", "O0" | float32 | float32 | |
+    | "bf16" | bfloat16, autocast | float32 | |
+    | "fp16", "O1" | float16, autocast | float32 | |
+    | "bf16-master" | bfloat16 | bfloat16 | float32 |
+    | "fp16-master", "O2" | float16 | float16 | float32 |
+    | "fp16-pure", "O3" | float16 | float16 | 16 bits that rounding has cut off |
+
+    Args:
+        model: The model, or several, where they will be trained. Wrap it in DDP afterwards if the
+            mode casts weights. It stays the same object.
+        optimizer: The optimizer, or several; any of torch's, or ours, which take fewer passes.
+        mode: One of the above.
+        policy: What moves the scale: `Headroom()` in float16, else `Static()` at 1.
+        keep_float32: Modules that stay in float32, besides norms: names with wildcards, modules,
+            classes.
+        settings: Those of `GradScaler` that are no torch's, such as `on_stuck`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        optimizer: Optimizer | Iterable[Optimizer],
+        mode: str = "fp16",
+        *,
+        policy: Policy | None = None,
+        keep_float32: Iterable[Keep] = (),
+        **settings: Any,
+    ) -> None:
+        self.mode = mode_named(mode)
+        several = isinstance(model, Iterable) and not isinstance(model, nn.Module)
+        self.models: list[nn.Module] = list(model) if several else [model]  # type: ignore[arg-type,list-item]
+        self.optimizers = as_optimizers(optimizer, "MixedPrecision")
+        if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
+            raise SettingError("MixedPrecision takes one or more models, got none or another.")
+        if policy is None:
+            half = self.mode.passes == "float16"
+            policy = Headroom() if half else Static(init_scale=1.0)
+        if not isinstance(policy, Static | Off | Dynamic):  # all others have a format
+            policy = replace(policy, format=self.mode.passes)
+        self._device = device_of(self.models[0]).type
+        self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
+        self._masters = convert(self.models, self.optimizers, self.mode, list(keep_float32))
+        self._accumulation: Accumulation | None = None
+        self._followed: list[tuple[Any, dict[str, Any]]] = []
+        """What `follow()` was given that can be saved, and with which settings."""
+        self.retries = 0
+        """How many times a step was computed again by `run()`."""
+        self._attach()
+
+    def _attach(self) -> None:
+        """Makes models, optimizers and masters known to the scaler."""
+        for optimizer, masters in zip(self.optimizers, self._masters, strict=True):
+            self.scaler.watch(optimizer)  # gradients may be left for it before its first step
+            entry = self.scaler._pipeline.entries.find(optimizer)
+            if entry is not None and masters is not None:
+                entry.masters = masters
+        for model in self.models:
+            self.scaler.name(model)
+
+    # Passes.
+
+    def autocast(self) -> torch.autocast:
+        """A context in which operations run in the format of the mode."""
+        dtype = self.mode.dtype
+        on = dtype is not torch.float32
+        return torch.autocast(self._device, dtype=dtype if on else None, enabled=on)
+
+    def backward(self, loss: Any, **settings: Any) -> None:
+        """Scales `loss`, a tensor or several, and runs its backward pass.
+
+        Call it as often as you like before a step: gradients add up. Within `accumulate()` the loss
+        is divided. `settings` are those of `GradScaler.backward`.
+        """
+        accumulation = self._accumulation
+        if accumulation is not None:
+            loss = accumulation.part(loss)
+            settings = {"droppable": accumulation.drop == "micro", **settings}
+        with _in_our_words():
+            self.scaler.backward(loss, **settings)
+
+    @contextmanager
+    def accumulate(self, passes: int, *, drop: str = "window") -> Iterator[None]:
+        """Within, `passes` backward passes make the gradients of one step, which is their mean.
+
+            with mp.accumulate(4):
+                for micro in batch:
+                    mp.backward(loss_fn(model, micro))
+            outcome = mp.step()
+
+        Args:
+            passes: How many there will be; losses are divided by it.
+            drop: What a pass with gradients that are not finite costs: the whole "window", or the
+                "micro" batch alone. Then the others are weighted up, `outcome.dropped` says how
+                many were left out, and every pass takes one more copy of the gradients.
+        """
+        accumulation = Accumulation(passes, drop)
+        if self._accumulation is not None:
+            raise CallOrderError("accumulate() was called within accumulate(). Leave one out.")
+        self._accumulation = accumulation
+        try:
+            yield
+            accumulation.check_complete()
+        except BaseException:
+            self.zero_grad()
+            raise
+        finally:
+            self._accumulation = None
+
+    def grad(self, outputs: Any, inputs: Any, **settings: Any) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled."""
+        return self.scaler.grad(outputs, inputs, **settings)
+
+    def zero_grad(self) -> None:
+        """Clears all gradients, and forgets the losses that made them."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.scaler.abandon()
+
+    # Steps.
+
+    def step(
+        self,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        closure: Callable[[], Any] | None = None,
+    ) -> StepOutcome:
+        """What became of the step, after unscaling, clipping, stepping or skipping, and clearing.
+
+        If an optimizer raises, the gradients are still there, and the step can be asked for again.
+
+        Args:
+            optimizer: Which of several to step; without it all of them, together.
+            clip_norm: The largest 2-norm that all gradients together may have.
+            clip_value: The largest magnitude that an element may have; taken before `clip_norm`.
+            closure: For LBFGS and the like: computes the loss, calls `mp.backward(loss)` and
+                returns the loss.
+        """
+        if self._accumulation is not None:
+            raise CallOrderError("step() was called within accumulate(). Call it after the block.")
+        several = self.optimizers if optimizer is None else as_optimizers(optimizer, "step()")
+        strange = [each for each in several if all(each is not own for own in self.optimizers)]
+        if strange:
+            raise SettingError(
+                "step() takes the optimizers that MixedPrecision was made with, got "
+                f"{type(strange[0]).__name__}."
+            )
+        with _in_our_words():
+            return self.scaler.apply(
+                several, clip_norm=clip_norm, clip_value=clip_value, closure=closure
+            )
+
+    def run(
+        self,
+        closure: Callable[[], Any],
+        *,
+        retries: int = 2,
+        accumulate: int = 1,
+        drop: str = "window",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> StepOutcome:
+        """What became of a step that is computed again, at a lower scale, if it overflows.
+
+            outcome = mp.run(lambda: loss_fn(model, batch), clip_norm=1.0)
+
+        The same batch is computed again with the random state of torch and Python and the buffers
+        of the models put back, so dropout repeats and batch norms count once. A loss that is not
+        finite is not tried again: no scale can help it. `outcome.loss` is what `closure` returned,
+        `outcome.earlier` what became of the tries before; `mp.retries` counts them all.
+
+        **Waits for the device** once for every try.
+
+        Args:
+            closure: Computes the loss and returns it; several micro-batches as an iterable of
+                losses, best from a generator, which are computed again all together. Runs under
+                `autocast()`. Take the batch from the data before, not within.
+            retries: How often to try again, at most.
+            accumulate: How many losses there are, if several: see `accumulate()`.
+            drop: See `accumulate()`.
+            clip_norm: See `step()`.
+            clip_value: See `step()`.
+        """
+        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+            raise SettingError(f"retries must be a whole number >= 0, got {retries!r}.")
+        check_limits(clip_norm, clip_value)
+        if any(param.grad is not None for _, param in trained(self.optimizers)):
+            raise CallOrderError(
+                "run() was called with gradients there, which a retry would lose. Call step() or "
+                "zero_grad() first, or let the closure return all losses of the step."
+            )
+        snapshot = Snapshot(self.models)
+        earlier: list[StepOutcome] = []
+        while True:
+            try:
+                made = self._compute(closure, accumulate, drop)
+            except BaseException:
+                self.zero_grad()
+                snapshot.restore()
+                raise
+            outcome = self.step(clip_norm=clip_norm, clip_value=clip_value)
+            outcome.with_(loss=made, earlier=tuple(earlier))
+            if outcome.applied or len(earlier) == retries or not self._is_lower(outcome):
+                return outcome
+            earlier.append(outcome)
+            self.retries += 1
+            snapshot.restore()
+
+    def _compute(self, closure: Callable[[], Any], passes: int, drop: str) -> Any:
+        """What `closure` returned, after the backward passes of its losses."""
+        with self.accumulate(passes, drop=drop):
+            with self.autocast():
+                made = closure()
+            if not isinstance(made, Iterable):  # a tensor is one, too
+                what = type(made).__name__
+                raise SettingError(f"closure must return the loss, got {what}. Does it say return?")
+            if isinstance(made, Tensor):
+                self.backward(made)
+                return made.detach()
+            losses: list[Tensor] = []
+            remaining = iter(made)
+            while True:
+                with self.autocast():
+                    loss = next(remaining, None)
+                if loss is None:
+                    return losses
+                self.backward(loss)
+                losses.append(loss.detach())
+
+    def _is_lower(self, outcome: StepOutcome) -> bool:
+        """Whether the scale is lower than in `outcome`, which was skipped; lowers it if it can."""
+        if not outcome.loss_finite or outcome.finite:
+            return False
+        if any(not finite for finite, _ in outcome._own):
+            return True
+        return self.scaler._state.lower(float(outcome.scale))
+
+    # The scaler's other calls.
+
+    def follow(self, *things: Any, **settings: Any) -> None:
+        """Steps schedulers, averages, counters after applied steps alone: `GradScaler.follow`.
+
+        What has a state is saved in `state_dict()`, and followed by copies.
+        """
+        self.scaler.follow(*things, **settings)
+        self._followed += [(one, settings) for one in things if hasattr(one, "load_state_dict")]
+
+    def calibrate(self, closure: Callable[[], Tensor]) -> float:
+        """The scale that suits the gradients of `closure`: `GradScaler.calibrate`.
+
+        Runs under `autocast()`; nothing is stepped, and all is put back.
+        """
+
+        def cast() -> Tensor:
+            with self.autocast():
+                return closure()
+
+        return self.scaler.calibrate(cast, self.optimizers, nn.ModuleList(self.models))
+
+    def name(self, model: nn.Module) -> None:
+        """Takes over the process groups of a model that was wrapped in DDP afterwards."""
+        self.scaler.name(model)
+
+    def flush(self) -> None:
+        """Delivers events and calls everything that is still due; **waits for the device**."""
+        self.scaler.flush()
+
+    # Checkpoints and copies.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a run needs to go on: weights, masters, averages, scale, schedulers.
+
+        Of what `follow()` was given, that is what has a state: no plain functions. Not the random
+        state and the place in the data: see gradscale.torch.checkpoint. **Waits for the device.**
+        """
+        return state.save(
+            self.mode.name,
+            self.models,
+            self.optimizers,
+            self.scaler,
+            [each for each, _ in self._followed],
+            self.retries,
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict()` gave.
+
+        Raises:
+            StateError: It is of another mode or of other models; nothing was loaded.
+        """
+        parts, followed = (self.models, self.optimizers), [each for each, _ in self._followed]
+        state.check(state_dict, self.mode.name, *parts, followed)
+        state.load(state_dict, *parts, self.scaler, followed, self._masters)
+        self.retries = state_dict["retries"]
+
+    def float32_model_state(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """The `state_dict()` of a model in float32, with masters for weights: for export.
+
+        Args:
+            model: Which of several; without it the only one.
+        """
+        if model is None and len(self.models) > 1:
+            raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
+        if model is not None and all(model is not each for each in self.models):
+            raise SettingError("model must be one that MixedPrecision was made with.")
+        chosen = self.models[0] if model is None else model
+        return state.float32_state(chosen, self.optimizers, self._masters)
+
+    def __getstate__(self) -> dict[str, Any]:
+        masters = [None if own is None else own.pairs() for own in self._masters]
+        return {**vars(self), "_masters": masters}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+        self._masters = [masters_of(optimizer, self.mode) for optimizer in self.optimizers]
+        for own, pairs in zip(self._masters, values["_masters"], strict=True):
+            if own is not None:
+                own.set_pairs(pairs)
+        self._attach()
+        for each, settings in self._followed:
+            self.scaler.follow(each, **settings)
+
+    def __repr__(self) -> str:
+        # The scaler's, which has the scale, the policy and the last outcome and waits for nothing.
+        inner = repr(self.scaler).partition("(")[2]
+        return f"{type(self).__name__}(mode={self.mode.name!r}, {inner}"
+
+
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """Names the calls of `MixedPrecision`, and not the scaler's, in errors of call order."""
+    try:
+        yield
+    except CallOrderError as error:
+        text = str(error)
+        for theirs, ours in _WORDS:
+            text = text.replace(theirs, ours)
+        if text == str(error):
+            raise
+        raise type(error)(text) from None

@@ -1,0 +1,158 @@
+"""The state of a run in mixed precision: saved, checked, loaded whole or not at all, exported."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradscale.errors import StateError
+from gradscale.torch.mixed_precision.masters import Masters
+from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, master_of, rounded
+from gradscale.torch.scaler import GradScaler
+from gradscale.torch.telemetry.names import bare
+
+VERSION = 1
+"""Of the state that is saved."""
+
+
+def save(
+    mode: str,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    scaler: GradScaler,
+    followed: Sequence[Any],
+    retries: int,
+) -> dict[str, Any]:
+    """Everything that a run needs to go on. Waits for the device."""
+    scaler.flush()
+    return {
+        "version": VERSION,
+        "mode": mode,
+        "models": [bare(model).state_dict() for model in models],
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "scaler": scaler.state_dict(),
+        "followed": [(type(each).__name__, each.state_dict()) for each in followed],
+        "retries": retries,
+    }
+
+
+def load(
+    state: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    scaler: GradScaler,
+    followed: Sequence[Any],
+    masters: Sequence[Masters | None],
+) -> None:
+    """Takes over a checked `state`; if something raises, everything is as it was before."""
+    # Loading replaces the states of optimizers and does not write to them, so they are kept by
+    # reference. Weights are written in place; they come last, and their names and shapes were
+    # checked.
+    kept = [(each, each.state, each.param_groups) for each in optimizers]
+    pairs = [(own, own.pairs()) for own in masters if own is not None]
+    before = [(each, copy.deepcopy(each.state_dict())) for each in followed]
+    scale = scaler.state_dict()
+    try:
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for each, (_, saved) in zip(followed, state["followed"], strict=True):
+            each.load_state_dict(saved)
+        scaler.load_state_dict(state["scaler"])
+        for model, saved in zip(models, state["models"], strict=True):
+            bare(model).load_state_dict(saved)
+    except BaseException as error:
+        for optimizer, states, groups in kept:
+            optimizer.__setstate__({"state": states, "param_groups": groups})
+        for own, old in pairs:
+            own.set_pairs(old)
+        for each, old in before:
+            each.load_state_dict(old)
+        scaler.load_state_dict(scale)
+        error.add_note("MixedPrecision.load_state_dict(): nothing was loaded.")
+        raise
+
+
+def check(
+    state: Any,
+    mode: str,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    followed: Sequence[Any],
+) -> None:
+    """Raises a StateError if `state` is not one of `save()` for these models and optimizers."""
+    wanted = {"version", "mode", "models", "optimizers", "scaler", "followed", "retries"}
+    if not isinstance(state, Mapping) or not wanted <= state.keys():
+        found = list(state) if isinstance(state, Mapping) else type(state).__name__
+        raise StateError(f"This is no state of MixedPrecision: it has {found}.")
+    if state["version"] != VERSION:
+        raise StateError(
+            f"This state has version {state['version']!r}, and this gradscale reads {VERSION}. "
+            "Load it with the gradscale that saved it."
+        )
+    if state["mode"] != mode:
+        raise StateError(
+            f"This state is of the mode {state['mode']!r}, and this run is {mode!r}. Go on in the "
+            "same mode, or load float32_model_state()."
+        )
+    here = {"models": models, "optimizers": optimizers, "followed": followed}
+    for kind, mine in here.items():
+        if len(state[kind]) != len(mine):
+            raise StateError(f"This state has {len(state[kind])} {kind}, here are {len(mine)}.")
+    kinds = [type(each).__name__ for each in followed]
+    theirs = [name for name, _ in state["followed"]]
+    if kinds != theirs:
+        raise StateError(f"This state is followed by {theirs}, and this run by {kinds}.")
+    for model, saved in zip(models, state["models"], strict=True):
+        own = bare(model).state_dict()
+        odd = [
+            name
+            for name in {**own, **saved}
+            if name not in own or name not in saved or _shape(own[name]) != _shape(saved[name])
+        ]
+        if odd:
+            raise StateError(
+                f"The weight {odd[0]!r} is missing here or there, or has another shape. Load a "
+                "state that was saved with this model."
+            )
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+        if sizes != saved_sizes:
+            raise StateError(f"This optimizer has groups of {sizes}, and the state {saved_sizes}.")
+
+
+def _shape(value: Any) -> Any:
+    """The shape of a tensor; None of anything else."""
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def float32_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> dict[str, Any]:
+    """The `state_dict()` of a model in float32, with masters for weights."""
+    owners = {
+        id(param): (optimizer, own)
+        for optimizer, own in zip(optimizers, masters, strict=True)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+    wide: dict[str, Any] = {}
+    for name, value in bare(model).state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            wide[name] = value
+            continue
+        plain = value.detach()
+        if plain.dtype in HALF_DTYPES and id(value) in owners:
+            optimizer, own = owners[id(value)]
+            found = optimizer.state.get(value, {}) if own is None else own.values(value)
+            if MASTER in found or LOW_BITS in found:
+                master = master_of(plain, found)
+                # Somebody may have written to the weight since.
+                plain = torch.where(rounded(master, plain.dtype) == plain, master, plain.float())
+        wide[name] = plain.float() if plain.dtype in HALF_DTYPES else plain.clone()
+    return wide

@@ -1,0 +1,254 @@
+"""The cached plan of a step by kernels, checked before every step.
+
+A kernel is handed addresses, so everything behind them is checked: who the parameters are, where
+they, their gradients and their states lie, and in what layout. If all of it is as in the step
+before, which is the usual case, nothing is sent to the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from gradscale.torch.grads import dispatch
+from gradscale.torch.grads.dtensor import all_plain, local, local_grad, locals_of
+from gradscale.torch.optim import master_bits
+from gradscale.torch.optim.batch import Batch, Group, Rule, Scaling
+from gradscale.torch.step.contract import step_on_device
+
+if TYPE_CHECKING:
+    from gradscale.torch.grads.triton.tables import Table
+
+_BYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")
+_INSTANCE_OVERRIDES = {"step", "grad_scale", "found_inf"}
+"""What somebody may have put on an optimizer that only `step()` takes into account."""
+
+
+def unsupported(rule: Rule, groups: list[Group], params: list[Tensor]) -> str | None:
+    """Why kernels cannot step `params`, those with gradients; None if they can."""
+    if len({param.device for param in params}) > 1:
+        return "the parameters are on several devices"
+    if len(set(map(id, params))) < len(params):
+        return "the kernel takes every parameter once"
+    reasons = chain([unsupported_setting(rule, groups)], map(_unsupported_param, params))
+    return next(filter(None, reasons), None)
+
+
+def unsupported_setting(rule: Rule, groups: list[Group]) -> str | None:
+    """Which setting the kernel does not implement; None if it does all."""
+    for group in groups:
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and not dispatch.uses_triton(lr.device):
+            return "the kernel takes a learning rate that is a number or a tensor on the device"
+        reason = rule.unsupported(group)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unsupported_param(param: Tensor) -> str | None:
+    """Why the kernel cannot step `param` with its gradient; None if it can."""
+    grad, here = local_grad(param), local(param)
+    if param.dtype not in dispatch.DTYPES:
+        return "the kernel takes float32, float16 and bfloat16 parameters"
+    if grad.layout is not torch.strided:
+        return "the kernel takes dense gradients"
+    if grad.dtype is not here.dtype or grad.shape != here.shape:
+        return "the kernel takes gradients of the format and shape of their parameters"
+    if not all_plain([grad]):
+        return "the kernel takes gradients of plain tensors"
+    return None if dispatch.dense(here) else "the kernel takes parameters without gaps"
+
+
+class _Launch:
+    """One launch of the kernel: a batch, and the addresses of everything in it."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        here = locals_of(batch.params)
+        self.table: Table = dispatch.new_table([p.numel() for p in here], batch.device)
+        """Rows of addresses: gradients, parameters, and the states called `batch.names`."""
+        columns = batch.columns()
+        self._held = list(chain.from_iterable(columns))
+        """The states, so that no other tensor comes to lie where one of them lies."""
+        self._states_at = list(map(Tensor.data_ptr, self._held))
+        self._fixed = [*map(Tensor.data_ptr, here), *self._states_at]
+        self._getters = list(map(itemgetter, batch.names))
+
+    def states_hold(self) -> bool:
+        """Whether the states are where they were."""
+        batch = self.batch
+        found = chain.from_iterable([map(getter, batch.states) for getter in self._getters])
+        try:
+            here = map(local, found) if batch.sharded else found
+            return list(map(Tensor.data_ptr, here)) == self._states_at
+        except (KeyError, TypeError):  # one is gone, or is no tensor any more
+            return False
+
+    def point_to(self, addresses: list[int]) -> None:
+        """Takes the `addresses` of all gradients of the step."""
+        self.table.point_to([*self.batch.own(addresses), *self._fixed])
+
+    def run(self, rule: Rule, master: str, scaling: Scaling) -> None:
+        """Launches the kernel of `rule`."""
+        from gradscale.torch.grads.triton.fused_step import Step
+
+        batch, divisor = self.batch, scaling.divisor
+        if divisor is not None:
+            if divisor.dim():  # one for each parameter
+                own = batch.own(divisor)
+                divisor = own if isinstance(own, Tensor) else torch.stack(list(own))
+            divisor = divisor.to(torch.float32)
+        step = Step(
+            self.table,
+            batch.dtype,
+            master if batch.half else None,
+            batch.group["lr"],
+            batch.group["weight_decay"],
+            batch.group["maximize"],
+            divisor,
+            scaling.skip,
+            scaling.unscale_grads,
+        )
+        dispatch.module(rule.kernel).step(step, *rule.kernel_arguments(batch.group))
+
+
+class LaunchPlan:
+    """Everything that the kernels step, with its addresses."""
+
+    def __init__(self, params: list[Tensor], batches: list[Batch], master: str) -> None:
+        self.params = params
+        self._launches = [_Launch(batch) for batch in batches]
+        self._master = master
+        self._params_at = dispatch.addresses_of_plain(locals_of(params))
+        self._grads_at: Any = None
+        self._bytes: list[int] = []
+        """Of the gradients: a view, or another format, at the same address has another number."""
+        self._adopts = master == "float32" and any(batch.half for batch in batches)
+        """Whether there are float32 masters, which must take over what others write to weights."""
+        self._versions = list(map(_VERSION, self.params))
+        """Of the parameters, when they were last read or written here."""
+
+    def tables(self) -> list[tuple[torch.dtype, Table]]:
+        """The dtype and the table of each launch; the first row of a table are gradients."""
+        return [(launch.batch.dtype, launch.table) for launch in self._launches]
+
+    def point_to(self, grads: list[Any]) -> bool:
+        """Takes the addresses of `grads`, this rank's; False if they are not like those before."""
+        known = self._grads_at
+        try:
+            found: Any = dispatch.addresses_of_plain(grads)
+        except (TypeError, RuntimeError):  # one is missing, or sparse
+            return False
+        sizes = list(map(_BYTES, grads))
+        if known is not None and sizes != self._bytes:
+            return False
+        self._bytes = sizes
+        if known is not None and found == known and not dispatch.capturing():
+            return True
+        found = dispatch.addresses_of(grads)
+        if found is None or (known is not None and found.layout != known.layout):
+            return False
+        self._grads_at = found
+        for launch in self._launches:
+            launch.point_to(found.pointers)
+        return True
+
+    def rest_holds(self) -> bool:
+        """Whether the parameters and their states are where they were."""
+        if not all(launch.states_hold() for launch in self._launches):
+            return False
+        return bool(dispatch.addresses_of_plain(locals_of(self.params)) == self._params_at)
+
+    def run(self, rule: Rule, state: dict[Any, dict[str, Any]], scaling: Scaling) -> None:
+        """Takes the step."""
+        if self._adopts:
+            self._adopt_edits(state)
+        for launch in self._launches:
+            launch.run(rule, self._master, scaling)
+        # A kernel leaves no trace for autograd.
+        torch.autograd.graph.increment_version(self.params)
+        if self._adopts:
+            self._versions = list(map(_VERSION, self.params))
+
+    @torch.no_grad()
+    def _adopt_edits(self, state: dict[Any, dict[str, Any]]) -> None:
+        """Writes weights that others have changed since the last step to their masters."""
+        versions = list(map(_VERSION, self.params))
+        if versions == self._versions:
+            return
+        for param, then, now in zip(self.params, self._versions, versions, strict=True):
+            if then != now and param.dtype in master_bits.HALF_DTYPES:
+                master = state[param][master_bits.MASTER]
+                master_bits.adopt_edits([local(param)], [local(master)])
+
+
+class PlannedStep:
+    """A step whose gradients have been found and checked: `step.contract.FusedPlan`.
+
+    Args:
+        optimizer: Whose step it is.
+        plan: What is launched.
+        holds: Whether all but the gradients is still as `plan` has it.
+        run: Launches `plan` with a divisor, and what says whether to skip.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        plan: LaunchPlan,
+        holds: Callable[[], bool],
+        run: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._plan = plan
+        self._holds = holds
+        self._run = run
+        self.params = plan.params
+
+    def tables(self) -> list[tuple[torch.dtype, Table]]:
+        """The dtype and the address table of every launch; a table's first row are gradients."""
+        return self._plan.tables()
+
+    def step(self, divisor: Tensor, skip: Tensor) -> None:
+        """Steps with gradients divided by `divisor`, unless `skip` is not 0."""
+        if _calls_user_code(self._optimizer) or not self._holds():
+            step_on_device(self._optimizer, divisor, skip, (), {})
+        else:
+            # The wrapper that torch puts around `step()` costs as much as the launch of a kernel.
+            self._run(divisor, skip)
+
+
+def _calls_user_code(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step()` would run more than our own step: hooks, overrides, a profiler."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or profiler._is_profiler_enabled
+        or not vars(optimizer).keys().isdisjoint(_INSTANCE_OVERRIDES)
+        or not _steps_by_us(type(optimizer))  # type: ignore[arg-type]
+    )
+
+
+_HOOK_CODE = Optimizer.profile_hook_step(len).__code__
+"""Of the wrapper that torch puts around `step()` of every class."""
+
+
+@functools.cache
+def _steps_by_us(kind: type) -> bool:
+    """Whether such optimizers step by our own `step()`, and not by one of a subclass."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    while getattr(step, "__code__", None) is _HOOK_CODE:
+        step = step.__wrapped__
+    return str(getattr(step, "__globals__", {}).get("__name__")).startswith(f"{__package__}.")

@@ -1,0 +1,253 @@
+"""Masters of weights in float16 and bfloat16: a float32 beside each weight, or 16 more bits.
+
+The kernels have the same formulas, in grads/triton/fused_step.py, which also says how exact they
+are; tests compare both. A float16 weight is never infinite because of its master: a master beyond
+65504 writes 65504, with its sign. A float32 master keeps its value; a split one is clamped to
+65504 as well, because its 16 bits count parts of the distance between finite weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscale.errors import SettingError, StateError
+from gradscale.torch.grads.dtensor import like_shards, local, locals_of
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""The formats whose weights have masters."""
+MODES = ("float32", "split")
+MASTER, LOW_BITS = "master", "master_low"
+"""The keys of masters in an optimizer's state: float32, and int16 beside the weight."""
+LARGEST = torch.finfo(torch.float16).max
+_VERSION = attrgetter("_version")
+_FEW_ELEMENTS = 2**20
+"""Up to so many float32 gradients are kept: 4 MiB."""
+
+
+def check_mode(mode: str) -> str:
+    """`mode`; a SettingError if there is none of this name."""
+    if mode not in MODES:
+        raise SettingError(f"master must be one of {', '.join(MODES)}, got {mode!r}.")
+    return mode
+
+
+def key_of(mode: str) -> str:
+    """The key of masters of this `mode` in a state."""
+    return MASTER if mode == "float32" else LOW_BITS
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 masters that weights and their 16 more bits represent."""
+    if high.dtype is torch.bfloat16:
+        top = high.view(torch.int16).to(torch.int32)
+        # Beside a 0 they are never below 0, unless somebody has set the weight to 0.
+        rest = torch.where(top & 0x7FFF == 0, low.clamp(min=0), low)
+        return ((top << 16) + rest).view(torch.float32)
+    return high.float() + low.float() * _power_of_two(_binade(high) - 25)
+
+
+def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float32 masters as weights in `dtype` and their 16 more bits."""
+    if dtype is torch.bfloat16:
+        bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+        high = (bits + 0x8000) >> 16
+        return high.to(torch.int16).view(dtype), (bits - (high << 16)).to(torch.int16)
+    master = master.clamp(-LARGEST, LARGEST)
+    high = master.to(dtype)
+    rest = (master - high.float()) * _power_of_two(25 - _binade(high))
+    return high, torch.where(high.isnan(), 0.0, rest).round().to(torch.int16)
+
+
+def _binade(high: Tensor) -> Tensor:
+    """The exponent of float16 numbers; that of the smallest normal one for all below it."""
+    return ((high.float().view(torch.int32) >> 23 & 0xFF) - 127).clamp(min=-14)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent, exactly, for exponents from -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in `dtype` of float32 masters."""
+    if dtype is torch.float16:
+        master = master.clamp(-LARGEST, LARGEST)
+    return master.to(dtype)
+
+
+def master_of(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """The float32 master of this rank's part of `param`; that of a split one is a copy."""
+    # In parts: shifts of DTensors do nothing (torch 2.13).
+    split_in_two = LOW_BITS in state
+    return join(local(param), local(state[LOW_BITS])) if split_in_two else local(state[MASTER])
+
+
+def ensure_master(param: Tensor, state: dict[str, Any], mode: str) -> None:
+    """Makes, or converts, the master of `param`, so that its `state` has one of this `mode`."""
+    key, other = (MASTER, LOW_BITS) if mode == "float32" else (LOW_BITS, MASTER)
+    if key in state and other not in state:
+        return
+    if MASTER in state:
+        adopt_edits([local(param)], [local(state[MASTER])])
+    exists = MASTER in state or LOW_BITS in state
+    master = master_of(param, state) if exists else local(param).detach().float()
+    state.pop(other, None)
+    set_master(param, state, master, mode)
+
+
+def set_master(param: Tensor, state: dict[str, Any], value: Tensor, mode: str) -> None:
+    """Makes float32 `value`, the number that `param` was before it was cast, its master."""
+    value = local(value)
+    if mode == "float32":
+        state[MASTER] = like_shards(value, param)
+    else:
+        write(param, state, value, mode)
+
+
+def as_state(param: Tensor, value: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """`value`, a state of `param`, in `dtype`, on its device and in its memory layout.
+
+    Itself if it is so already. Kernels, and torch's fused steps on the CPU, go by addresses alone.
+    """
+    if value.shape != param.shape:
+        raise StateError(
+            f"The state {name!r} of a parameter of shape {tuple(param.shape)} has shape "
+            f"{tuple(value.shape)}. Load a state that was saved with these parameters."
+        )
+    if value.dtype is dtype and value.device == param.device and _same_layout(value, param):
+        return value
+    return torch.empty_like(param, dtype=dtype).copy_(value)
+
+
+def _same_layout(value: Tensor, param: Tensor) -> bool:
+    """Whether both have their elements in the same order."""
+    flat = value.is_contiguous() and param.is_contiguous()
+    return flat or value.stride() == param.stride()
+
+
+def write(param: Tensor, state: dict[str, Any], master: Tensor, mode: str) -> None:
+    """Writes this rank's part of `param` and of its master; in place where there is one."""
+    if mode == "float32":
+        write_weights([local(param)], [local(state[MASTER]).copy_(master)])
+        return
+    high, low = split(master, param.dtype)
+    local(param).copy_(high)
+    if LOW_BITS in state:
+        local(state[LOW_BITS]).copy_(low)
+    else:
+        state[LOW_BITS] = like_shards(low, param)
+
+
+def write_weights(weights: list[Tensor], masters: list[Tensor]) -> None:
+    """Rounds float32 `masters` to their `weights`, in place; plain tensors."""
+    torch._foreach_copy_(weights, masters)
+    narrow = [weight for weight in weights if weight.dtype is torch.float16]
+    if narrow:
+        # What became infinite by rounding; NaN stays.
+        torch._foreach_clamp_max_(narrow, LARGEST)
+        torch._foreach_clamp_min_(narrow, -LARGEST)
+
+
+def adopt_edits(weights: list[Tensor], masters: list[Tensor]) -> None:
+    """Writes weights that somebody else has changed to their float32 masters; plain tensors."""
+    for weight, master in zip(weights, masters, strict=True):
+        kept = rounded(master, weight.dtype) == weight
+        master.copy_(torch.where(kept, master, weight.float()))
+
+
+class HalfStep:
+    """The float32 numbers that torch operations step in place of a list of half weights.
+
+    Args:
+        params: The weights, plain or DTensors.
+        states: Their states, each with a master.
+        mode: Where the masters are: "float32" or "split".
+    """
+
+    def __init__(self, params: list[Tensor], states: list[dict[str, Any]], mode: str) -> None:
+        self._params = params
+        self._states = states
+        self._mode = mode
+        self._marks: Any = None
+        """Of the weights, as they were written last."""
+        self._buffers: list[Tensor] | None = None
+        """float32 gradients, if they are small: to allocate them would take half of the step."""
+
+    def begin(self, stored: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The masters, which are `stored` in the states, and `grads`, both in float32."""
+        weights, wide, masters = locals_of(self._params), self._buffers, stored
+        if wide is None:
+            wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            if sum(map(Tensor.numel, wide)) <= _FEW_ELEMENTS:
+                self._buffers = wide
+        torch._foreach_copy_(wide, grads)
+        if self._mode == "split":
+            pairs = zip(weights, stored, strict=True)
+            joined = {id(high): join(high, low) for high, low in pairs}
+            masters = [joined[id(weight)] for weight in weights]  # one may come twice
+        elif self._marks not in (None, _marks(weights)):
+            adopt_edits(weights, masters)
+        return masters, wide
+
+    def end(self, masters: list[Tensor]) -> None:
+        """Writes the weights, and the low bits of split masters."""
+        if self._mode == "float32":
+            weights = locals_of(self._params)
+            write_weights(weights, masters)
+            self._marks = _marks(weights)
+            return
+        for param, state, master in zip(self._params, self._states, masters, strict=True):
+            write(param, state, master, self._mode)
+
+
+def _marks(weights: list[Tensor]) -> tuple[list[int], list[int]]:
+    """What changes when somebody writes to one of `weights`, or replaces its memory."""
+    return list(map(_VERSION, weights)), list(map(Tensor.data_ptr, weights))
+
+
+@contextmanager
+def exact_states(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While `load_state_dict()` runs: loads the states of half parameters without rounding them."""
+    seen: list[dict[str, Any]] = []
+    # After the user's hooks that come before, and before those that come after.
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(lambda _, given: seen.append(given)),
+        optimizer.register_load_state_dict_post_hook(
+            lambda _: restore_exact(optimizer, seen[0]), prepend=True
+        ),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def restore_exact(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Puts the states of half parameters back as they were `saved`.
+
+    torch rounds every state that is loaded to the format of its parameter.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if param.dtype in HALF_DTYPES and name != "step":
+                optimizer.state[param][name] = _copied(value, param.device)
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """`value`, a state, with all tensors in it copied to `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item, device) for item in value)
+    return value

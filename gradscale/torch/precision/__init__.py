@@ -1,6 +1,0 @@
-"""The whole of mixed precision in one object."""
-
-from gradscale.torch.precision.mixed import MixedPrecision
-from gradscale.torch.precision.modes import LEVELS, MODES, Mode
-
-__all__ = ["LEVELS", "MODES", "MixedPrecision", "Mode"]

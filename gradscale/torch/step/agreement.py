@@ -1,0 +1,157 @@
+"""The stage "agree": what was found on any rank is taken over by all that decide together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradscale.torch.distributed.consensus import Consensus, Report
+from gradscale.torch.distributed.groups import Group, part_of_norm
+from gradscale.torch.state import ScaleState
+from gradscale.torch.step.entries import OptimizerEntry
+from gradscale.torch.step.own_losses import OwnLoss
+from gradscale.torch.step.passes import Iteration, Passes
+
+if TYPE_CHECKING:
+    from gradscale.torch.step.result import Step
+
+
+def agree(
+    consensus: Consensus,
+    state: ScaleState,
+    passes: Passes,
+    entries: Sequence[OptimizerEntry],
+    step: Step,
+    norm: Any = None,
+) -> Any:
+    """The norm of the gradients of all ranks; everything else is put into the entries.
+
+    Args:
+        consensus: How ranks agree.
+        state: The scale, which must be the same on all of them.
+        passes: The passes that made the gradients.
+        entries: Whose gradients they are.
+        step: The step, which has measured the gradients of this rank.
+        norm: The norm of this rank's gradients, where it is another than was measured first.
+    """
+    groups = groups_of(entries)
+    iteration, scale = passes.origin(), step.scale
+    losses = _losses_here(state, iteration)
+    if norm is None and step.measured is not None:
+        norm = step.measured.stats.norm
+    part = None
+    if norm is not None:
+        # The gradients as they are by now may have to be read again.
+        now = scale.unit() if step.in_place else scale
+        part = part_of_norm(step.grads.params, groups, norm, now)
+    mine = _report(entries, iteration, bool(step.grads.params), part)
+    reports = [mine, *(_report_of(loss, entries) for loss in losses)]
+    found, *others = consensus.combine(reports, groups, scale, state)
+    for loss, report in zip(losses, others, strict=True):
+        loss.finite, loss.loss_finite = report.non_finite == 0, report.loss_non_finite == 0
+        loss.amax, loss.present = report.amax, report.has_gradients > 0
+    iteration.set_losses_finite(found.loss_non_finite == 0)
+    iteration.penalty_finite = found.penalty_non_finite == 0
+    if losses:
+        iteration.common = found.has_common_loss > 0
+    if not step.grads.params:
+        iteration.idle = found.has_gradients == 0
+    held_back = _any([report.unfit > 0 for report in others]) if losses else None
+    for entry in entries:
+        stats: Any = entry.stats
+        if not entry.agreed:  # else all ranks report by now that it was bad
+            entry.bad_rank = found.bad_rank
+        entry.stats = stats._replace(
+            finite=found.non_finite == 0,
+            # Without a gradient on any rank there is nothing to step, and the scale is fine.
+            fits=(found.unfit == 0) & (found.has_gradients > 0),
+            amax=found.amax if stats.amax is not None or state.policy.goes_by else None,
+            norm=stats.norm if part is None else found.norm,
+        )
+        entry.held_back, entry.agreed = held_back, True
+    return None if part is None else found.norm
+
+
+def groups_of(entries: Sequence[OptimizerEntry]) -> list[Group]:
+    """The groups that must agree on the gradients of `entries`, all together."""
+    found: list[Group] = []
+    for entry in entries:
+        for group in entry.groups:
+            if all(group.process is not known.process for known in found):
+                found.append(group)
+    return found
+
+
+def _report(
+    entries: Sequence[OptimizerEntry], iteration: Iteration, present: bool, norm: Any
+) -> Any:
+    """What this rank has found in the gradients of `entries`."""
+    stats: list[Any] = [entry.stats for entry in entries]
+    found = _any([one.finite ^ True for one in stats])
+    rank = float(dist.get_rank())
+    if isinstance(found, Tensor):
+        lowest: Any = torch.where(found, rank, math.inf)
+        amax: Any = torch.stack(
+            [one.amax for one in stats if one.amax is not None] or [found * 0.0]
+        )
+        amax = amax.amax()
+    else:
+        lowest = rank if found else math.inf
+        sizes = [one.amax for one in stats if one.amax is not None]
+        amax = math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
+    return Report(
+        non_finite=found,
+        unfit=_any([one.fits ^ True for one in stats]),
+        loss_non_finite=_bad(iteration.losses_finite()),
+        penalty_non_finite=_bad(iteration.penalty_finite),
+        has_gradients=float(present),
+        has_common_loss=float(iteration.passes > iteration.own_passes),
+        amax=amax,
+        norm=0.0 if norm is None else norm,
+        bad_rank=lowest,
+    )
+
+
+def _losses_here(state: ScaleState, iteration: Iteration) -> list[OwnLoss]:
+    """All losses with a scale of their own, in an order that all ranks have.
+
+    Also those that this rank has not had in this iteration: others may have.
+    """
+    for loss_id in state.losses:
+        if loss_id not in iteration.losses:
+            own = iteration.losses[loss_id] = OwnLoss(state.loss_scale(loss_id, half=False))
+            own.passes, own.present = 1, own.finite ^ True
+    return [iteration.losses[key] for key in sorted(iteration.losses, key=str)]
+
+
+def _report_of(loss: OwnLoss, entries: Sequence[OptimizerEntry]) -> Any:
+    """What this rank has found of a loss with a scale of its own.
+
+    Its word `unfit` is whether it holds back the step of `entries`.
+    """
+    bad = loss.finite ^ True
+    return Report(
+        non_finite=bad,
+        unfit=bad if any(loss.reaches(entry) for entry in entries) else 0.0,
+        loss_non_finite=loss.loss_finite ^ True,
+        has_gradients=1.0 if loss.present is None else loss.present,
+        amax=loss.amax,
+    )
+
+
+def _any(flags: Sequence[Any]) -> Any:
+    """bool: whether one of `flags` holds."""
+    found = flags[0]
+    for flag in flags[1:]:
+        found = found | flag
+    return found
+
+
+def _bad(finite: Any) -> Any:
+    """The opposite of a flag; of None, False."""
+    return 0.0 if finite is None else finite ^ True

@@ -1,0 +1,97 @@
+"""What a step checks before its gradients are measured, where that is not usual."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradscale.errors import CallOrderError
+from gradscale.torch.grads import backend
+from gradscale.torch.grads.collect import Gradients, with_grad
+from gradscale.torch.grads.dispatch import capturing
+from gradscale.torch.step.entries import OptimizerEntry
+from gradscale.torch.step.result import Step
+from gradscale.torch.step.sharing import drops
+
+if TYPE_CHECKING:
+    from gradscale.torch.step.pipeline import Pipeline
+
+
+def find_groups(pipeline: Pipeline, entry: OptimizerEntry, optimizer: Any) -> None:
+    """Finds the ranks that must agree on the gradients of an entry."""
+    groups = pipeline.consensus.groups
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    entry.groups = groups.among(params)
+    if entry.groups and pipeline.state.live is None:  # another rank has the loss
+        pipeline.state.place(params[0].device)
+    if not entry.groups and groups.is_unknown() and pipeline.state.live is not None:
+        # One rank's NaN loss may be every rank's NaN gradient.
+        pipeline.passes.origin().uses_losses = False
+
+
+def refuse_used(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:
+    """Raises if an entry has no gradients but those of its last step."""
+    passes = pipeline.passes
+    if passes.last is not None and passes.last.captured:
+        return  # replays run passes that nobody sees
+    if capturing():
+        passes.last = passes.current()  # every replay finds other gradients
+        return
+    params = with_grad(entry.param_groups())
+    if entry.groups and not params:
+        passes.last = passes.current()  # other ranks may have gradients
+        return
+    if entry.stepped_at >= 0 and not entry.has_new_gradients(params):
+        raise CallOrderError(
+            f"{call}() was called, but there are no new gradients since the last step. "
+            "Call scaler.backward(loss) or scaler.scale(loss).backward() first."
+        )
+    if entry.left is not None:
+        return  # of an earlier iteration, which had its update()
+    # Scaled by hand, with get_scale(), or zeros, or by another rank's loss.
+    iteration = passes.last = passes.current()
+    for param in params:
+        passes.unscaled.pop(id(param), None)
+    if entry.groups or not params:
+        return
+    if call == "apply":
+        raise CallOrderError(
+            "apply() found gradients, but no loss was scaled for them. Call "
+            "scaler.backward(loss) instead of loss.backward()."
+        )
+    stats = backend.measure(Gradients(params), iteration.scale, amax=True).stats
+    iteration.blank = stats.amax == 0
+
+
+def weigh(pipeline: Pipeline, step: Step) -> None:
+    """Has the droppable passes that were kept weigh as much as all of them."""
+    for entry in step.entries:
+        reached, dropped = drops(pipeline.passes, entry)
+        if not reached:
+            continue
+        step.dropped = dropped
+        if isinstance(dropped, Tensor):
+            kept: Any = (reached - dropped).clamp(min=1).float()
+        else:
+            kept = max(reached - dropped, 1)
+        step.weight = kept / reached
+        step.skip = step.skip | (dropped >= reached)
+
+
+def measure_shared(
+    pipeline: Pipeline, step: Step, unscaled: list[Tensor], max_norm: float | None
+) -> None:
+    """Measures and unscales gradients of which another optimizer has unscaled some."""
+    done = set(map(id, unscaled))
+    fresh = [p for p in step.grads.params if id(p) not in done]
+    first = backend.measure(Gradients(fresh), step.scale, unscale=True, amax=True).stats
+    found = backend.measure(step.grads, step.scale.unit(), amax=True, max_norm=max_norm)
+    # The largest of all, as it was before one of them was unscaled.
+    stats = found.stats._replace(
+        finite=found.stats.finite & first.finite,
+        fits=found.stats.fits & first.fits,
+        amax=found.stats.amax * step.scale.value,
+    )
+    step.measured = found._replace(stats=stats)
+    pipeline.take(step, step.measured)

@@ -1,0 +1,395 @@
+"""What is remembered of every optimizer, as long as it lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from gradscale.errors import CallOrderError, SettingError
+from gradscale.policy import GradStats
+from gradscale.torch.grads.collect import values_of, with_grad
+from gradscale.torch.grads.dtensor import local
+from gradscale.torch.grads.fields import value_at
+from gradscale.torch.grads.reference import Measurement, zero
+from gradscale.torch.grads.scale import Scale
+from gradscale.torch.step.contract import takes_scaler
+
+if TYPE_CHECKING:
+    from gradscale.torch.distributed.consensus import Consensus
+    from gradscale.torch.distributed.groups import Group
+    from gradscale.torch.step.passes import Iteration, Passes
+    from gradscale.torch.step.result import Step
+
+READY, UNSCALED, STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
+"""How far an optimizer is in this iteration."""
+
+
+class OptimizerEntry:
+    """One optimizer: its stage, the scale of its gradients, what was found in them."""
+
+    __slots__ = (
+        "_ref",
+        "agreed",
+        "bad_rank",
+        "blame",
+        "checks",
+        "decision",
+        "formats",
+        "groups",
+        "held",
+        "held_back",
+        "known",
+        "left",
+        "masters",
+        "measured",
+        "mixed",
+        "older",
+        "row",
+        "skipped",
+        "stage",
+        "stats",
+        "step",
+        "stepped_at",
+        "underflow",
+        "unscaled_in",
+        "unseen",
+        "witness",
+    )
+
+    def __init__(self, optimizer: Optimizer, forget: Any) -> None:
+        self._ref = weakref.ref(optimizer, forget)
+        self.held: Any = None
+        """The optimizer, from its first call in an iteration until `update()`."""
+        self.older = takes_scaler(optimizer)
+        """Whether its `step()` takes the scaler: torch's older contract."""
+        self.masters: Any = None
+        """What keeps float32 masters of its half parameters; None if nothing does."""
+        self.formats: Any = None
+        """How many gradients it had, and formats of some, when its settings were last checked."""
+        self.stage = READY
+        self.known = False
+        """Whether it was there when the last pass began."""
+        self.left: Scale | None = None
+        """The scale of gradients that no step has used, from an earlier iteration; while they are
+        unscaled, the one that they had."""
+        self.unseen: tuple[Any, int] | None = None
+        """The first of these, weakly, and its version, where no pass was seen that made it."""
+        self.unscaled_in: Iteration | None = None
+        self.mixed = False
+        """Whether a pass has added to its unscaled gradients."""
+        self.stats: GradStats | None = None
+        """What was found in its gradients in this iteration; None before that."""
+        self.underflow: Any = None
+        """The share of its gradients that underflowed, where that was measured."""
+        self.decision: Tensor | None = None
+        """What a kernel has decided about its gradients, see `fields.DECISION`."""
+        self.measured: list[Measurement] = []
+        """The reads of this iteration, for who asks which parameters are to blame."""
+        self.blame: Any = None
+        """The parameters to blame, where they were looked for at once."""
+        self.groups: list[Group] = []
+        """The groups of ranks that must agree on its gradients."""
+        self.agreed = False
+        """Whether they have, in this iteration."""
+        self.bad_rank: Any = None
+        """The lowest rank that found something not finite, where ranks have agreed."""
+        self.held_back: Any = None
+        """bool: a loss with its own scale was bad on another rank, where it reached this."""
+        self.row: Any = 0
+        """Steps in a row that were skipped: a number on the CPU, an int32 tensor elsewhere."""
+        self.skipped: Any = False
+        """bool: the gradients that are still there are those of a step that was skipped."""
+        self.stepped_at = -1
+        """How many passes had begun at its last step; -1 before the first."""
+        self.witness: tuple[Any, int] | None = None
+        """The first gradient of its last step, weakly, and its version."""
+        self.step: Step | None = None
+        """Its last step."""
+        self.checks = 0
+        """Steps that could have measured underflow."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; None if it is gone."""
+        return self._ref()
+
+    def found(self) -> GradStats | None:
+        """What was found in its gradients, also where a kernel has written it; None before that."""
+        if self.stats is None and self.decision is not None:
+            names = ("finite", "fits", "amax", "grad_norm")
+            finite, fits, amax, norm = (value_at(self.decision, name) for name in names)
+            self.stats = GradStats(finite=finite, fits=fits, amax=amax, norm=norm)
+            if self.underflow is not None:
+                self.underflow = value_at(self.decision, "underflow")
+        self.decision = None
+        return self.stats
+
+    def param_groups(self) -> Any:
+        """The parameter groups of the optimizer; none if it is gone."""
+        if self.masters is not None and self.masters.in_place:
+            return self.masters.weight_groups()
+        optimizer = self._ref()
+        return () if optimizer is None else optimizer.param_groups
+
+    def param_ids(self) -> set[int]:
+        """The ids of its parameters."""
+        return {id(p) for group in self.param_groups() for p in group["params"]}
+
+    def make_ready(self) -> None:
+        """Forgets what was found: the gradients are scaled, or gone."""
+        self.stage, self.mixed, self.unscaled_in = READY, False, None
+        self.stats = self.blame = self.underflow = self.decision = None
+        if self.measured:
+            self.measured = []
+        self.agreed, self.bad_rank, self.held_back = False, None, None
+
+    def end_iteration(self, passes: Passes, iteration: Iteration | None) -> None:
+        """Remembers the scale of gradients that were not stepped, and makes the entry ready."""
+        self.held = None
+        if self.stage is UNSCALED and not self.mixed:
+            return
+        if self.stage is READY or self.stepped_at < passes.count:
+            if iteration is not None and iteration.passes and not iteration.captured:
+                self.left = iteration.scale
+            elif not self.known and passes.last is not None and not passes.last.captured:
+                self.left = passes.last.scale
+        self.known = True
+        self.make_ready()
+        if self.skipped is True:
+            self.clear_skipped(passes.entries, alone=self.stepped_at == passes.count)
+
+    def added(self, iteration: Iteration | None, entries: Entries) -> None:
+        """A pass of `iteration` has changed its unscaled gradients."""
+        if self.stage is not UNSCALED:
+            return
+        if iteration is not self.unscaled_in:
+            self.make_ready()
+            self.left = None
+            return
+        mine = self.param_ids()
+        for entry in entries.all:
+            if entry is self or not mine.isdisjoint(entry.param_ids()):
+                entry.mixed = True
+
+    def leave_unseen(self, scale: Scale) -> None:
+        """Remembers the `scale` of gradients that no step has used, made by no pass of this rank.
+
+        What comes to the same parameters later, as they are, has another one.
+        """
+        params = with_grad(self.param_groups())
+        if params:
+            grad: Any = params[0].grad
+            self.left, self.unseen = scale, (weakref.ref(grad), version_of(grad))
+
+    def check_unseen(self) -> None:
+        """Forgets the scale of unseen gradients if they have been replaced or written to."""
+        (ref, version), self.unseen = self.unseen, None  # type: ignore[misc]
+        grads = [param.grad for param in with_grad(self.param_groups())[:1]]
+        if not grads or grads[0] is not ref() or version_of(grads[0]) != version:
+            self.left = None
+
+    def note_stepped(self, step: Step, count: int) -> None:
+        """Remembers that its gradients were used when `count` passes had begun."""
+        self.step, self.stage, self.stepped_at, self.left = step, STEPPED, count, None
+        self.skipped = False if step.nothing else step.skip
+        params = step.grads.params
+        if not params:
+            self.witness = None
+            return
+        grad: Any = params[0].grad
+        if len(step.entries) > 1:
+            grad = next((p.grad for p in with_grad(self.param_groups())), None)
+        self.witness = None if grad is None else (weakref.ref(grad), version_of(grad))
+
+    def has_new_gradients(self, params: Sequence[Tensor]) -> bool:
+        """Whether its first gradient is another than at its last step, or was written to."""
+        if not params:
+            return False
+        if self.witness is None:
+            return True
+        ref, version = self.witness
+        grad = ref()
+        return grad is None or params[0].grad is not grad or version_of(grad) != version
+
+    def clear_skipped(self, entries: Entries, alone: bool = False) -> None:
+        """Sets the gradients of a step that was skipped to 0, if they are still there.
+
+        For others of `entries` that have had them as well, they are not new by that. With `alone`,
+        no pass has begun since: who has written to them has clipped them, say for another optimizer
+        that shares them.
+        """
+        skipped, self.skipped = self.skipped, False
+        if skipped is False or self.witness is None:
+            return
+        params = with_grad(self.param_groups())
+        kept = params and alone and self.witness[0]() is params[0].grad
+        if kept or (params and not self.has_new_gradients(params)):
+            grads = {id(p.grad): version_of(p.grad) for p in params}
+            zero(values_of(params), skipped if isinstance(skipped, bool) else skipped != 0)
+            for entry in entries.all:
+                ref, version = entry.witness or (_nothing, 0)
+                grad = ref()
+                if entry is not self and grad is not None and grads.get(id(grad)) == version:
+                    entry.witness = ref, version_of(grad)
+            first: Any = params[0].grad
+            self.witness = weakref.ref(first), version_of(first)
+
+
+class Entries:
+    """The entries of all optimizers that a scaler has met, in that order."""
+
+    def __init__(self, consensus: Consensus) -> None:
+        self.consensus = consensus
+        self.all: list[OptimizerEntry] = []
+        self.rows: list[int] = []
+        """Steps in a row that were skipped before a checkpoint, for optimizers not met yet."""
+        self.gone: list[tuple[int, tuple[Any, int]]] = []
+        """Of optimizers that are gone, until the next pass: when they stepped, and the witness."""
+        # By id, because an optimizer, or a wrapper of one, need not be hashable.
+        self._by_id: dict[int, OptimizerEntry] = {}
+
+    def find(self, optimizer: Any) -> OptimizerEntry | None:
+        """The entry of `optimizer`; None if it has none."""
+        entry = self._by_id.get(id(optimizer))
+        return entry if entry is not None and entry._ref() is optimizer else None
+
+    def of(self, optimizer: Any, call: str) -> OptimizerEntry:
+        """The entry of `optimizer`, made if there is none."""
+        entry = self._by_id.get(id(optimizer))
+        if entry is not None and entry._ref() is optimizer:
+            return entry
+        if not hasattr(optimizer, "param_groups"):
+            raise SettingError(f"{call}() takes an optimizer, got {type(optimizer).__name__}.")
+        by_id, key, everything, gone = self._by_id, id(optimizer), self.all, self.gone
+
+        def forget(ref: Any) -> None:
+            entry = by_id.get(key)
+            if entry is not None and entry._ref is ref:
+                del by_id[key]
+                everything[:] = by_id.values()
+                if entry.witness is not None:
+                    gone.append((entry.stepped_at, entry.witness))
+
+        entry = by_id[key] = OptimizerEntry(optimizer, forget)
+        if self.rows:
+            entry.row = self.rows.pop(0)
+        everything[:] = by_id.values()
+        return entry
+
+    def inherit(self, entry: OptimizerEntry, params: Sequence[Tensor], count: int) -> None:
+        """Has a new entry know that another optimizer has stepped its gradients before it."""
+        others = [(e.stepped_at, e.witness) for e in self.sharing(entry) if e.stage is READY]
+        for stepped_at, witness in [*others, *self.gone]:
+            if stepped_at != count or witness is None or not params:
+                continue
+            ref, version = witness
+            grads = [p.grad for p in params if p.grad is ref()]
+            if grads and ref() is not None and version_of(grads[0]) == version:
+                entry.stepped_at, entry.witness = count, witness
+
+    def watch(self, optimizer: Any) -> None:
+        """Makes `optimizer` known before its first step."""
+        self.of(optimizer, "watch").known = True
+
+    def in_use(self) -> list[OptimizerEntry]:
+        """The entries that have been used in this iteration."""
+        return [entry for entry in self.all if entry.held is not None]
+
+    def sharing(self, entry: OptimizerEntry) -> list[OptimizerEntry]:
+        """Other entries that have a parameter of `entry`."""
+        mine = entry.param_ids()
+        others = [each for each in self.all if each is not entry]
+        return [each for each in others if not mine.isdisjoint(each.param_ids())]
+
+    def params_in(self, ids: Any) -> list[Tensor]:
+        """The parameters of all entries whose id is in `ids`."""
+        found = (p for entry in self.all for group in entry.param_groups() for p in group["params"])
+        return list({id(p): p for p in found if id(p) in ids}.values())
+
+    def refuse_sharing(self, params: list[Tensor]) -> None:
+        """Marks the entries of `params`: a pass has added to gradients that are unscaled."""
+        ids = set(map(id, params))
+        for entry in self.all:
+            if entry.stage is not STEPPED and not ids.isdisjoint(entry.param_ids()):
+                entry.mixed = True
+
+    def skipped_rows(self) -> list[int]:
+        """Steps in a row that were skipped, of every optimizer. Waits for the device."""
+        return [*(int(entry.row) for entry in self.all), *self.rows]
+
+    def restore_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with such counts, in place on a device; optimizers met later take theirs then."""
+        self.rows = list(rows)
+        for entry in self.all:
+            row = self.rows.pop(0) if self.rows else 0
+            if isinstance(entry.row, Tensor):
+                entry.row.fill_(row)
+            else:
+                entry.row = row
+
+    def as_torch(self, device: torch.device | None) -> dict[Any, dict[str, Any]]:
+        """Torch's `_per_optimizer_states`: a copy, for who reads it."""
+        states = {
+            id(entry.held): {
+                "stage": entry.stage,
+                "found_inf_per_device": found_inf_per_device(entry, device),
+            }
+            for entry in self.in_use()
+        }
+        return defaultdict(_refresh_per_optimizer_state, states)
+
+
+def found_inf_per_device(
+    entry: OptimizerEntry, device: torch.device | None
+) -> dict[torch.device, Tensor]:
+    """Torch's flags: float32, 1 if a gradient on that device is not finite."""
+    stats = entry.found()
+    if stats is None or device is None:
+        return {}
+    finite = stats.finite
+    params = with_grad(entry.param_groups())
+    devices = dict.fromkeys([param.device for param in params] or [device])
+    flag = (
+        (~finite).float()
+        if isinstance(finite, Tensor)
+        else torch.full((), float(not finite), dtype=torch.float32, device="cpu")
+    )
+    return {each: flag.to(each) for each in devices}
+
+
+def _nothing() -> None:
+    """What a dead reference returns."""
+
+
+def version_of(grad: Any) -> int:
+    """What changes with every write to a gradient; that of a DTensor is of its local tensor."""
+    return int(grad._version if type(grad) is Tensor else local(grad)._version)
+
+
+def refuse_stage(entry: OptimizerEntry, call: str, unscaled: bool) -> None:
+    """Raises a CallOrderError if `call` cannot come now; `unscaled` if it may after unscale_()."""
+    if entry.mixed and not with_grad(entry.param_groups()):
+        entry.make_ready()
+    if entry.stage is STEPPED:
+        raise CallOrderError(
+            f"{call}() was called after step() for the same optimizer. Call update() once per "
+            "iteration, after the last step()."
+        )
+    if entry.mixed:
+        raise CallOrderError(
+            f"{call}(): a backward pass has added scaled gradients to the unscaled ones of this "
+            "optimizer, after unscale_() and before step(). Call unscale_() after the last "
+            "backward pass of an iteration, or optimizer.zero_grad() in between."
+        )
+    if entry.stage is UNSCALED and not unscaled:
+        raise CallOrderError(
+            f"{call}() was called twice for the same optimizer: the gradients are unscaled "
+            "already. Call step() and update() before the next one."
+        )

@@ -1,0 +1,98 @@
+"""Gradients that several optimizers share, and passes that reach several: each counts once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscale.errors import CallOrderError
+from gradscale.torch.grads.collect import values_of, with_grad
+from gradscale.torch.grads.reference import multiply
+from gradscale.torch.step.contract import writes_back
+from gradscale.torch.step.entries import STEPPED, UNSCALED, OptimizerEntry, version_of
+
+if TYPE_CHECKING:
+    from gradscale.torch.step.passes import Passes
+    from gradscale.torch.step.result import Step
+
+
+class DroppablePass(NamedTuple):
+    """A backward pass that is left out of a step if its gradients are not finite."""
+
+    number: int
+    """How many passes had begun with it."""
+    params: frozenset[int]
+    """The ids of the parameters that it reached."""
+    dropped: Any
+    """bool: whether it was left out."""
+
+
+def drops(passes: Passes, entry: OptimizerEntry) -> tuple[int, Any]:
+    """How many droppable passes reached an entry since its last step, and how many were bad."""
+    mine = [each for each in passes.droppable if each.number > entry.stepped_at]
+    if not mine:
+        return 0, None
+    ids = entry.param_ids()
+    reached = [each for each in mine if not each.params.isdisjoint(ids)]
+    since = passes.count - max(entry.stepped_at, 0)
+    if reached and len(mine) != since:
+        raise CallOrderError(
+            f"{len(mine)} of {since} losses had droppable=True, so what is left out cannot be "
+            "made up for. Give it to all losses of a step, or to none."
+        )
+    dropped: Any = 0
+    for each in reached:
+        dropped = dropped + each.dropped
+    return len(reached), dropped if reached else None
+
+
+def _unscale_skipped(passes: Passes, params: list[Tensor], step: Step) -> None:
+    """Unscales gradients that a step on a device left scaled if, and only if, it was skipped."""
+    scaled = [p for p in params if not passes.is_unscaled(p)]
+    one = torch.ones_like(step.scale.tensor)
+    multiply(values_of(scaled), torch.where(step.skip != 0, step.scale.inverse, one))
+    passes.note_unscaled(scaled)
+
+
+def unscaled_among(
+    passes: Passes, params: list[Tensor], sharing: list[OptimizerEntry]
+) -> list[Tensor]:
+    """Those of `params` whose gradients were unscaled for an optimizer that shares them."""
+    used: set[int] = set()
+    for entry in sharing:
+        if entry.mixed and not entry.param_ids().isdisjoint(map(id, params)):
+            raise CallOrderError(
+                "A backward pass has added scaled gradients to unscaled ones of an optimizer that "
+                "shares parameters with this one. Call zero_grad() after unscale_() and before "
+                "that pass."
+            )
+        if entry.stage is UNSCALED:
+            used |= entry.param_ids()
+        elif entry.step is not None and entry.stepped_at == passes.count:
+            if entry.has_new_gradients(with_grad(entry.param_groups())):
+                continue
+            ids, step = entry.param_ids(), entry.step
+            if entry.older or (step.skip is True and not step.in_place):
+                continue  # it has not touched them
+            known = step.in_place or writes_back(entry.optimizer)
+            if known and isinstance(step.skip, Tensor) and not step.in_place:
+                _unscale_skipped(passes, [p for p in params if id(p) in ids], step)
+            if not known and not ids.isdisjoint(map(id, params)):
+                raise CallOrderError(
+                    "A parameter that two optimizers share was stepped by one that unscales by "
+                    "itself. Call scaler.unscale_() for that optimizer before its step()."
+                )
+            used |= ids
+        elif entry.stage is STEPPED and entry.witness is not None and not entry.older:
+            # Stepped before the last pass, when this optimizer was not known.
+            grad, ids = entry.witness[0](), entry.param_ids()
+            kept = any(p.grad is grad for p in with_grad(entry.param_groups()))
+            changed = kept and version_of(grad) != entry.witness[1]
+            if changed and not ids.isdisjoint(map(id, params)):
+                raise CallOrderError(
+                    "A backward pass has added to gradients that another optimizer has unscaled "
+                    "and stepped. Call zero_grad() of that optimizer before the pass."
+                )
+    return [p for p in params if id(p) in used or passes.is_unscaled(p)]

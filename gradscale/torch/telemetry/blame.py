@@ -1,0 +1,151 @@
+"""Which parameters had gradients that were not finite."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradscale.torch.grads.reference import Measurement, Peaks, count_bad
+from gradscale.torch.telemetry.names import Names
+
+
+class Culprit(NamedTuple):
+    """A parameter whose gradient was not finite."""
+
+    name: str
+    rank: int
+    infs: int | None
+    """How many elements are infinite; None: nobody counted."""
+    nans: int | None
+    """How many elements are NaN; None: some, which nobody counted."""
+
+
+class Blame(NamedTuple):
+    """What the gradients of a step show about it."""
+
+    culprits: list[Culprit]
+    finite_amax: float | None
+    """The largest magnitude among the scaled gradients that are finite; None if not measured."""
+
+    @staticmethod
+    def nobody() -> Blame:
+        """No parameter is to blame."""
+        return Blame([], None)
+
+    def itself(self) -> Blame:
+        """The same, for who asks later."""
+        return self
+
+    @staticmethod
+    def joined(found: Sequence[Blame]) -> Callable[[], Blame]:
+        """What several optimizers together show."""
+        amaxes = [blame.finite_amax or 0.0 for blame in found]
+        return Blame([bad for blame in found for bad in blame.culprits], max(amaxes)).itself
+
+
+def blame_now(
+    names: Names,
+    optimizers: Iterable[Any],
+    params: list[Tensor],
+    inverse: Tensor | None,
+    own_losses: Iterable[Mapping[int, tuple[int, int]]],
+    factor: float,
+) -> Blame:
+    """The parameters to blame, from their gradients as they are. Waits for the device.
+
+    Args:
+        names: Names of parameters.
+        optimizers: Those of the step.
+        params: The parameters that have gradients.
+        inverse: What these are multiplied by, if that may make them infinite.
+        own_losses: What was found in the gradients of losses with their own scales.
+        factor: What the largest finite magnitude is multiplied by, to be that of scaled gradients.
+    """
+    bad, amax = count_bad(params, inverse)
+    there = set(map(id, params))
+    for own in own_losses:
+        bad |= {key: counts for key, counts in own.items() if key in there}
+    known = names.of(optimizers)
+    culprits = [
+        Culprit(known[key], _rank(), infs, nans)
+        for key, (infs, nans) in bad.items()
+        if key in known
+    ]
+    return Blame(culprits, amax * factor)
+
+
+def blame_later(
+    names: Names,
+    optimizers: Sequence[Any],
+    params: list[Tensor],
+    measured: Sequence[Measurement],
+) -> Callable[[], Blame]:
+    """What finds the parameters to blame when it is called, from what was measured.
+
+    Args:
+        names: Names of parameters.
+        optimizers: Those of the step.
+        params: The parameters that have gradients.
+        measured: The reads of their gradients; the first is of the gradients as they came.
+    """
+    refs = [weakref.ref(optimizer) for optimizer in optimizers]
+    total = sum([len(group["params"]) for o in optimizers for group in o.param_groups])
+    # Ids rather than references: of most outcomes nobody asks whom to blame.
+    chosen = None if len(params) == total else set(map(id, params))
+
+    def find() -> Blame:
+        alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
+        owners = [p for o in alive for g in o.param_groups for p in g["params"]]
+        unique = {id(p): p for p in owners if chosen is None or id(p) in chosen}
+        known = names.of(alive)
+        for found in measured:
+            culprits = _from_measured(found, known, list(unique.values()))
+            if culprits:
+                amax = found.finite_amax
+                amax = amax() if callable(amax) else amax
+                return Blame(culprits, None if amax is None else float(amax))
+        return Blame.nobody()
+
+    return find
+
+
+def _from_measured(
+    found: Measurement, names: Mapping[int, str], params: Iterable[Tensor]
+) -> list[Culprit]:
+    """The parameters that the largest magnitudes, or the counts, of a read show."""
+    owners: dict[Any, list[int]] = defaultdict(list)
+    for param in params:
+        owners[param.device, param.dtype.to_real()].append(id(param))
+    bad = []
+    groups: Peaks = found.counts or found.peaks or {}
+    for key, group in groups.items():
+        for place, (infs, nans) in enumerate(_bad_elements(group)):
+            if infs == 0 and nans == 0:
+                continue
+            whose = owners.get(key, [])
+            plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
+            name = names[whose[place]] if len(whose) == len(group) else plain
+            bad.append(Culprit(name, _rank(), infs, nans))
+    return bad
+
+
+def _bad_elements(group: Tensor) -> list[tuple[int | None, int | None]]:
+    """Infinities and NaNs of every tensor, from counts or from largest magnitudes."""
+    if group.dim() == 2:
+        return [(infs, nans) for infs, nans in group.tolist()]
+    # A NaN hides the infinities beside it; both are uncounted.
+    peaks = [(math.isfinite(peak), math.isnan(peak)) for peak in group.tolist()]
+    return [(0, 0) if sound else (None, None if nan else 0) for sound, nan in peaks]
+
+
+def _rank() -> int:
+    """The rank of this process among all; 0 if it is alone."""
+    distributed = torch.distributed
+    alive = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if alive else 0

@@ -1,0 +1,165 @@
+"""Schedulers, averages and counters that move only when the optimizer did.
+
+A follower waits for nobody: what became of a step is known on the host by the time the next step
+is about to move the parameters, so the follower is called just before that. Nothing of it is late
+for the training: the learning rate is in time for the next step, and an average sees the parameters
+as the step left them. Only who looks in between sees the old values.
+
+Steps inside CUDA graphs are followed when the scaler hears of them: as often as they were applied,
+but after the last of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradscale.errors import SettingError, caller_level
+from gradscale.monitor import StepRecord
+from gradscale.torch.grads.dispatch import capturing
+from gradscale.torch.telemetry.transport import Record
+
+
+class _Follower:
+    """One function that is called after applied steps."""
+
+    __slots__ = ("_seen", "_thing", "_warned", "call", "optimizer", "wait")
+
+    def __init__(self, thing: Any, optimizer: Any, wait: bool) -> None:
+        step = getattr(thing, "step", None)
+        self.call: Callable[[], object] = step if callable(step) else thing
+        self.optimizer: weakref.ref[Optimizer] | None = None
+        """Whose steps it follows; None: any."""
+        if hasattr(optimizer, "param_groups"):
+            self.optimizer = weakref.ref(innermost(optimizer))
+        self.wait = wait
+        self._thing = thing
+        self._warned = False
+        self.note()
+
+    def note(self) -> None:
+        """Remembers how often a scheduler has been stepped."""
+        self._seen = getattr(self._thing, "last_epoch", None)
+
+    def run(self) -> None:
+        """Calls it, unless it is a scheduler that somebody has stepped by hand since."""
+        moved = getattr(self._thing, "last_epoch", None) != self._seen
+        if moved and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self._thing).__name__}.step() was called by hand, and follow() steps it as "
+                "well, so this step of follow() is left out. Do one of the two.",
+                stacklevel=caller_level(),
+            )
+        if not moved:
+            self.call()
+        self.note()
+
+
+class Followers:
+    """Everything that follows the steps of one scaler."""
+
+    def __init__(self) -> None:
+        self.all: list[_Follower] = []
+        self._late: tuple[Record, list[_Follower]] | None = None
+        """The last record, and who followed then."""
+        self._due: deque[_Follower] = deque()
+
+    def add(self, thing: Any, optimizer: Optimizer | None, wait: bool) -> None:
+        """Calls `thing`, or its `step()`, after every applied step of `optimizer`."""
+        if hasattr(thing, "param_groups"):
+            raise SettingError(
+                f"follow() takes what follows the steps of an optimizer, got the optimizer "
+                f"{type(thing).__name__} itself. Pass it to apply() or step()."
+            )
+        step = getattr(thing, "step", None)
+        call = step if callable(step) else thing
+        if not callable(call) or isinstance(call, torch.nn.Module) or _wants_arguments(call):
+            raise SettingError(
+                "follow() takes functions without arguments and objects whose step() needs none, "
+                f"got {type(thing).__name__}. Wrap the call that you want in a lambda."
+            )
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise SettingError(
+                f"optimizer must be one that the scaler steps, got {type(optimizer).__name__}."
+            )
+        whose = getattr(thing, "optimizer", None) if optimizer is None else optimizer
+        self.all.append(_Follower(thing, whose, wait))
+
+    def forget(self) -> None:
+        """Drops what is still due: it is of another run."""
+        self._late = None
+        self._due.clear()
+
+    def take(self, record: Record) -> None:
+        """Calls those that wait for `record`, and keeps it for the others."""
+        if not self.all and not self._due:
+            return
+        self.catch_up()
+        late = [follower for follower in self.all if not follower.wait]
+        for follower in late:
+            follower.note()
+        if late:
+            self._late = record, late
+        waiting = [follower for follower in self.all if follower.wait]
+        if waiting:
+            self._call(record.read(), waiting)
+
+    def replay(self, record: StepRecord) -> None:
+        """Calls all that follow the steps that were applied in a replay."""
+        self._call(record, self.all)
+
+    def catch_up(self) -> None:
+        """Calls those that do not wait, for the last record; in a capture, the next time."""
+        if self._late is None and not self._due:
+            return
+        if capturing():
+            return  # it would wait for the record, which ends a capture with an error
+        late, self._late = self._late, None
+        if late is not None:
+            self._call(late[0].read(), late[1])
+        else:
+            self._drain()
+
+    def _call(self, record: StepRecord, followers: list[_Follower]) -> None:
+        """Calls those of `followers` whose steps in `record` were applied."""
+        applied: set[int] = set()
+        for step in record.steps:
+            if step.applied:
+                applied |= step.key  # type: ignore[arg-type]
+        for follower in followers:
+            ref = follower.optimizer
+            if bool(applied) if ref is None else id(ref()) in applied:
+                self._due.append(follower)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Calls what is due; after one that raises, the others are called the next time."""
+        while self._due:
+            self._due.popleft().run()
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside all wrappers: a scheduler knows it, where the scaler sees a wrapper."""
+    inner = getattr(optimizer, "optimizer", None)
+    while inner is not None and inner is not optimizer and hasattr(inner, "param_groups"):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
+
+
+def _wants_arguments(call: Callable[..., object]) -> bool:
+    """Whether `call` cannot be called without arguments, as far as it says so."""
+    try:
+        given = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = (*positional, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.kind in needed and p.default is inspect.Parameter.empty for p in given)

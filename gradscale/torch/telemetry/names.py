@@ -1,0 +1,56 @@
+"""The names of parameters, as models and optimizers give them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Names:
+    """The names of parameters, as models and optimizers give them."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self.aliases: dict[int, Tensor] = {}
+        """The weights of masters that are in the groups of optimizers now, by the master's id."""
+
+    def take(self, model: torch.nn.Module) -> None:
+        """Takes over the names that `model` has for its parameters."""
+        for name, param in model.named_parameters():
+            self._given[id(param)] = (weakref.ref(param), name)
+
+    def params(self) -> list[Tensor]:
+        """The parameters that models have given names for."""
+        return [param for ref, _ in self._given.values() if (param := ref()) is not None]
+
+    def of(self, optimizers: Iterable[Optimizer]) -> dict[int, str]:
+        """A name for every parameter of `optimizers`, by its id, in their order."""
+        names: dict[int, str] = {}
+        for number, group in enumerate(g for o in optimizers for g in o.param_groups):
+            own = group.get("param_names", ())
+            for place, param in enumerate(group["params"]):
+                named = self.aliases.get(id(param), param)
+                ref, name = self._given.get(id(named), (None, ""))
+                if ref is None or ref() is not named:
+                    plain = f"group {number}, parameter {place}, shape {tuple(param.shape)}"
+                    name = own[place] if place < len(own) else plain
+                names.setdefault(id(param), name)
+        return names
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside of `torch.compile`, DDP and their like."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, WRAPPERS):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

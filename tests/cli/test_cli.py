@@ -1,0 +1,232 @@
+"""The command line, through typer's runner; and without typer, in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner, Result
+
+import gradscale
+from gradscale.cli import info as facts
+from gradscale.cli.commands import app
+
+ROOT = Path(__file__).parents[2]
+RUN_NAMES = ["float32", "float16, no scaling", "float16, static scale", "float16, dynamic scale"]
+
+
+def invoke(*args: str, columns: int = 80) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(app, args)
+
+
+# demo
+
+
+def test_demo_prints_four_rows_and_writes_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    result = invoke("demo", "--quick", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    rows = [re.split(r" *[|\u2502] *", line)[1:-1] for line in result.output.splitlines()]
+    rows = [row for row in rows if row]
+    assert [row[0] for row in rows] == RUN_NAMES
+    assert all(float(row[1]) > 0 for row in rows)
+    assert [row[5] for row in rows] == ["1", "1", "2**10", "2**16"]
+    assert "Too few steps to tell" in result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, result.output.splitlines())) <= max(80, len(str(path)) + 20)
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--steps", "0"], "steps must be >= 1, got 0."),
+        (["--steps", "many"], "Invalid value for '--steps'"),
+        (["--seed", "-1"], "seed must be >= 0 and < 2**63, got -1."),
+        (["--output", "picture.txt"], "output must end in .png, .svg, .pdf, got picture.txt."),
+        (["--output", "no/such/folder/p.png"], "output must be a file in a folder that exists"),
+    ],
+)
+def test_bad_argument_is_named_before_anything_runs(args: list[str], complaint: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    result = invoke("demo", *args, columns=200)
+    assert result.exit_code in (1, 2)
+    assert complaint in result.stderr
+    assert result.stdout == ""
+
+
+def test_demo_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [n for n in sys.modules if n.startswith(("matplotlib.", "gradscale.demo"))]:
+        monkeypatch.delitem(sys.modules, name)
+    result = invoke("demo")
+    assert result.exit_code == 1
+    assert 'pip install "gradscale[demo]"' in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+# --version
+
+
+def test_version_is_printed_without_a_command() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (0, f"gradscale {gradscale.__version__}\n")
+
+
+# info
+
+
+def test_info_tells_versions_path_and_what_is_missing() -> None:
+    result = invoke("info", columns=120)
+    assert result.exit_code == 0, result.output
+    assert f"gradscale {gradscale.__version__}" in result.output
+    for word in (*facts.FRAMEWORKS, "path: ", "CUDA devices: ", "extra torch: ", "extra report: "):
+        assert word in result.output
+
+
+def test_info_as_json_holds_the_same() -> None:
+    result = invoke("info", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.output)
+    assert told["gradscale"] == gradscale.__version__
+    assert set(told["packages"]) == set(facts.FRAMEWORKS)
+    assert set(told["missing"]) == set(facts.EXTRAS)
+    torch = pytest.importorskip("torch")
+    assert told["packages"]["torch"]["version"] == torch.__version__
+    assert told["packages"]["torch"]["engine"]
+    used = told["packages"]["triton"]["use"].startswith("used")
+    assert used == (told["path"]["name"] == "triton")
+    assert told["path"]["name"] == ("triton" if torch.cuda.is_available() else "reference")
+
+
+@pytest.mark.parametrize(
+    ("packages", "use"),
+    [
+        ({"torch": ("2.13", ("a GPU",)), "triton": ("3.9", ())}, "used: kernels"),
+        ({"torch": ("2.13", ()), "triton": ("3.9", ())}, "not used: torch finds no CUDA device"),
+        ({"torch": (None, ()), "triton": ("3.9", ())}, "not used: gradscale.torch needs torch"),
+        ({"torch": ("2.13", ("a GPU",)), "triton": (None, ())}, "pip install triton"),
+    ],
+    ids=["GPU", "no GPU", "no torch", "no Triton"],
+)
+def test_info_says_whether_triton_is_used(
+    packages: dict[str, tuple[str | None, tuple[str, ...]]], use: str
+) -> None:
+    found = {name: facts.Package(name, v, devices=d) for name, (v, d) in packages.items()}
+    assert facts.use_of(found["triton"], found).startswith(use)
+    # In agreement with the path that the same report names.
+    assert ("used: kernels" in use) == (facts.path(found).name == "triton")
+
+
+def test_info_says_what_each_framework_is_for() -> None:
+    packages = {"torch": facts.Package("torch", "2.13")}
+    broken = facts.Package("keras", error="OSError: libfoo")
+    assert facts.use_of(packages["torch"], packages) == "engine gradscale.torch"
+    assert facts.use_of(broken, packages) == "OSError: libfoo"
+    assert "no engine" in facts.use_of(facts.Package("math", "1.0"), packages)
+
+
+def test_the_path_follows_from_what_is_there() -> None:
+    def name(torch: facts.Package, triton: facts.Package) -> str:
+        return facts.path({"torch": torch, "triton": triton}).name
+
+    gpu, cpu = facts.Package("torch", "2.13", devices=("a GPU",)), facts.Package("torch", "2.13")
+    triton = facts.Package("triton", "3.9")
+    assert name(gpu, triton) == "triton"
+    assert name(cpu, triton) == name(gpu, facts.Package("triton")) == "reference"
+    assert name(facts.Package("torch"), triton) == "none"
+
+
+def plant(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package called `brokenframework` that only these tests can import."""
+    (folder / "brokenframework.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("raise OSError('libcudart.so: not found')", "OSError: libcudart.so: not found"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ends the process (SIGKILL)"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("import time; time.sleep(60)", "longer than 1 s"),
+    ],
+)
+def test_broken_framework_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: str
+) -> None:
+    plant(tmp_path, source, monkeypatch)
+    monkeypatch.setattr(facts, "TIMEOUT", 1.0 if "sleep" in source else 60.0)
+    package = facts.look("brokenframework")
+    assert package.version is None
+    assert package.error is not None
+    assert error in package.error
+    assert package.remedy is None
+
+
+def test_framework_that_talks_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, "__version__ = '1.2'\nprint('hello', end='')", monkeypatch)
+    assert facts.look("brokenframework") == facts.Package("brokenframework", "1.2")
+
+
+def test_absent_framework_comes_with_a_remedy() -> None:
+    assert facts.look("noframework").remedy == "pip install noframework"
+    assert facts.Package("torch").remedy == 'pip install "gradscale[torch]"'
+    packages = {name: facts.Package(name) for name in facts.FRAMEWORKS}
+    assert facts.path(packages).name == "none"
+
+
+def test_extras_are_those_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+
+    def names(extra: str) -> list[str]:
+        found = []
+        for wanted in extras[extra]:
+            own = re.fullmatch(r"gradscale\[(.*)\]", wanted)
+            found += [n for e in own[1].split(",") for n in names(e)] if own else [wanted]
+        return [re.split(r"[<>=~! ]", name)[0] for name in found]
+
+    told = {extra: list(packages) for extra, packages in facts.EXTRAS.items()}
+    assert told == {extra: names(extra) for extra in extras if extra != "dev"}
+    assert project["scripts"] == {"gradscale": "gradscale.cli:main"}
+
+
+# Without typer, and as a process.
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_missing_package_is_one_line(name: str) -> None:
+    program = f"import sys; sys.modules[{name!r}] = None; from gradscale.cli import main; main()"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f'The command line needs {name}: pip install "gradscale[cli]".\n'
+    assert done.stdout == ""
+
+
+def test_help_is_quick_because_no_framework_is_loaded() -> None:
+    program = (
+        "import sys; sys.argv = ['gradscale', '--help']\n"
+        "from gradscale.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print({'torch', 'jax', 'matplotlib', 'numpy'} & set(sys.modules))\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -1,0 +1,117 @@
+"""Where the rule puts the scales of blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscale.errors import SettingError
+from gradscale.torch.blocks import BlockPolicy
+from gradscale.torch.blocks.rule import MAX_EXPONENT, BlockState
+
+
+def state_of(*exponents: int, resting: int = 0) -> BlockState:
+    numbers = torch.tensor(exponents, dtype=torch.int32)
+    return BlockState(numbers, torch.full_like(numbers, resting))
+
+
+def moved(rows: list[list[float]], *exponents: int, resting: int = 0) -> list[int]:
+    """The exponents after entering, leaving and weights."""
+    new = BlockPolicy().update(state_of(*exponents, resting=resting), torch.tensor(rows))
+    return new.exponents.tolist()
+
+
+inf, nan = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rows", "before", "after"),
+    [
+        ([[1.0], [0.0], [0.0]], [0], [0]),  # just high enough
+        ([[0.99], [0.0], [0.0]], [0], [6]),
+        ([[4095.0], [0.0], [16380.0]], [5], [5]),  # just low enough
+        ([[4096.0], [0.0], [0.0]], [5], [-2]),
+        ([[1.0], [4096.0], [0.0]], [0], [-7]),
+        ([[1.0], [0.0], [16384.0]], [0], [-7]),
+        ([[2.0**-30, 2.0**-10], [0.0, 0.0], [0.0, 0.0]], [0, 0], [35, 15]),
+        ([[0.0, 0.0, 2.0**-10], [0.0] * 3, [0.0] * 3], [3, 1, 0], [18, 16, 15]),  # follow
+        ([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [3, -4], [3, -4]),
+        ([[nan, inf], [nan, inf], [nan, inf]], [3, -4], [3, -4]),  # not for a block to cure
+        ([[nan, 64.0], [nan, inf], [nan, 1.0]], [3, 4], [-5, -4]),
+        ([[8.0], [1.0], [inf]], [0], [-8]),
+        ([[2.0**20], [nan], [nan]], [0], [-15]),  # falls further from further up
+        ([[2.0**-12], [nan], [nan]], [0], [-3]),  # and not below the normal numbers
+        ([[2.0**-20], [nan], [nan]], [0], [0]),
+        ([[2.0**-100], [0.0], [0.0]], [0], [60]),
+    ],
+)
+def test_rule_places_blocks(rows: Any, before: list[int], after: list[int]) -> None:
+    assert moved(rows, *before) == after
+
+
+def test_block_stays_lower_for_a_while_after_a_fault() -> None:
+    rule = BlockPolicy(rest=3)
+    fault, quiet = torch.tensor([[64.0], [inf], [1.0]]), torch.tensor([[0.01], [0.01], [0.01]])
+    state = rule.update(state_of(0), fault)
+    assert (state.exponents.item(), state.resting.item()) == (-8, 3)
+    for resting in (2, 1, 0):
+        state = rule.update(state, quiet)
+        assert (state.exponents.item(), state.resting.item()) == (-8, resting)
+    assert rule.update(state, quiet).exponents.item() == 4
+
+
+def test_resting_block_is_placed_lower() -> None:
+    assert moved([[2.0**-9], [0.0], [0.0]], 0, resting=9) == [6]  # at 2**-2, not 2**6
+    assert moved([[2.0**14], [0.0], [0.0]], 0, resting=9) == [-17]
+    assert moved([[2.0**-15], [0.0], [0.0]], 0, resting=128) == [6]  # after four faults at 2**-8
+    assert moved([[2.0**-14], [0.0], [0.0]], 0, resting=128) == [0]
+
+
+amaxes = st.one_of(
+    st.sampled_from([0.0, inf, nan]), st.floats(2.0**-149, 2.0**127, width=32, allow_nan=False)
+)
+
+
+@given(st.data(), st.integers(1, 6))
+def test_rule_keeps_its_bounds(data: st.DataObject, num: int) -> None:
+    rows = data.draw(st.lists(st.lists(amaxes, min_size=num, max_size=num), min_size=3, max_size=3))
+    bounded = st.integers(-MAX_EXPONENT, MAX_EXPONENT)
+    before = data.draw(st.lists(bounded, min_size=num, max_size=num))
+    amax = torch.tensor(rows)
+    new = BlockPolicy().update(state_of(*before), amax)
+    again = BlockPolicy().update(state_of(*before), amax)
+    assert all(map(torch.equal, new, again))
+    assert [number.dtype for number in new] == [torch.int32, torch.int32]
+    assert new.exponents.abs().max() <= MAX_EXPONENT
+    assert new.resting.min() >= 0
+    # Once moved, a block whose gradients move along and are finite stays.
+    if amax.isfinite().all() and (new.exponents.abs() < MAX_EXPONENT).all():
+        shifted = amax.double() * 2.0 ** (new.exponents - torch.tensor(before)).double()
+        if (shifted < 2.0**127).all() and ((shifted > 2.0**-120) | (amax == 0)).all():
+            assert torch.equal(BlockPolicy().update(new, shifted.float()).exponents, new.exponents)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": 6.0}, "target must be a whole number, got 6.0"),
+        ({"low": True}, "low must be a whole number, got True"),
+        ({"low": 7}, "must rise from -14 to 16, got 7, 6, 12"),
+        ({"high": 17}, "must rise from -14 to 16, got 0, 6, 17"),
+        ({"drop": 0}, "drop must be >= 1, got 0"),
+        ({"rest": 0}, "rest must be >= 1, got 0"),
+    ],
+)
+def test_settings_of_the_rule_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        BlockPolicy(**settings)
+
+
+def test_the_old_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="called BlockPolicy now"):
+        from gradscale.torch.blocks import Placing  # type: ignore[attr-defined]
+    assert Placing is BlockPolicy

@@ -1,0 +1,18 @@
+"""How far an iteration goes through the package: bounds on calls, files and jumps between files."""
+
+from __future__ import annotations
+
+import calls
+import pytest
+
+BOUNDS = {
+    "drop-in": calls.Count(calls=110, files=10, jumps=50),
+    "apply": calls.Count(calls=100, files=14, jumps=60),
+}
+
+
+@pytest.mark.parametrize("loop", BOUNDS)
+def test_an_iteration_stays_short(loop: str) -> None:
+    found, most = calls.count(loop), BOUNDS[loop]
+    for name in calls.Count._fields:
+        assert 0 < getattr(found, name) <= getattr(most, name), (name, found)

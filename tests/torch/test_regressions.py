@@ -1,0 +1,314 @@
+"""Faults that earlier versions of the engine had, each as a user meets it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+import gradscale as gs
+from cpu_graph import keep_in_tensors
+from gradscale.torch import GradScaler
+from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
+
+
+def weight(value: float = 0.0, **options: Any) -> Tensor:
+    return torch.full((1,), value, requires_grad=True, **options)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_droppable_pass_keeps_the_scale_of_gradients_left_for_another(tensors: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    if tensors:
+        keep_in_tensors(scaler)
+    a, b = weight(), weight()
+    often, seldom = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    scaler.watch(seldom)
+    for step in range(2):
+        scaler.backward((a + b).sum(), droppable=True)
+        scaler.backward((a + 2.0 * b).sum(), droppable=True)
+        scaler.step(often)
+        often.zero_grad()
+        if step:
+            scaler.step(seldom)
+        scaler.update()
+    assert (a.item(), b.item()) == (-4.0, -6.0)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_passes_that_were_dropped_are_made_up_for_once(tensors: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    if tensors:
+        keep_in_tensors(scaler)
+    w = weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward(w.sum(), droppable=True)
+    scaler.backward((w * math.inf).sum(), droppable=True)
+    scaler.unscale_(optimizer)
+    w.grad = w.grad.clone()  # as a user who reduces or clips by hand
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.item() == -2.0
+    assert int(scaler.outcome(optimizer).dropped) == 1
+
+
+@pytest.mark.parametrize("policy", [gs.Headroom, gs.LogMax, gs.Histogram])
+def test_a_large_loss_with_its_own_scale_leaves_the_common_scale_alone(policy: Any) -> None:
+    def scales(large: bool) -> list[float]:
+        scaler, w = GradScaler("cpu", policy=policy(init_scale=2.0**4)), weight()
+        optimizer, found = SGD([w], lr=0.0), []
+        for _ in range(6):
+            scaler.backward(w.sum())
+            if large:
+                scaler.backward(w.sum() * 2.0**14, loss_id="large")
+            scaler.apply(optimizer)
+            found.append(scaler.get_scale())
+        return found
+
+    assert scales(True)[1:] == scales(False)[1:]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_apply_in_which_one_of_two_raises_steps_each_once(fused: bool) -> None:
+    scaler, a, b = GradScaler("cpu", init_scale=8.0), weight(), weight()
+    optimizers = [SGD([w], lr=1.0, fused=fused) for w in (a, b)]
+    failures: list[type[Exception]] = [MemoryError]
+
+    def fail(*_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    optimizers[1].register_step_pre_hook(fail)
+    scaler.backward((a + b).sum())
+    with pytest.raises(MemoryError):
+        scaler.apply(optimizers)
+    assert scaler.apply(optimizers)
+    assert (a.item(), b.item()) == (-1.0, -1.0)
+
+
+def test_an_optimizer_follows_nobody() -> None:
+    scaler = GradScaler("cpu")
+    with pytest.raises(gs.SettingError, match=r"follow\(\) takes .* got the optimizer SGD"):
+        scaler.follow(SGD([weight()], lr=1.0))
+
+
+@pytest.mark.parametrize("policy", [gs.Headroom, gs.LogMax, gs.Histogram, gs.Static])
+def test_torchs_scaler_goes_on_from_a_checkpoint_of_any_policy(policy: Any) -> None:
+    ours, w = GradScaler("cpu", policy=policy(init_scale=2.0**6)), weight()
+    optimizer = SGD([w], lr=1.0)
+    ours.backward(w.sum())
+    ours.apply(optimizer)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == ours.get_scale()
+    for gradient in (1.0, math.inf):
+        theirs.scale(w.sum()).backward()
+        w.grad.mul_(gradient)
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+    assert w.item() == -2.0
+    assert 0.0 < theirs.get_scale() <= ours.get_scale()
+
+
+def test_a_scheduler_that_follows_and_is_stepped_by_hand_moves_once() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    optimizer = SGD([w], lr=1.0)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+    scaler.follow(scheduler)
+    with pytest.warns(UserWarning, match=r"step\(\) was called by hand") as caught:  # noqa: PT031
+        for _ in range(3):
+            scaler.backward(w.sum())
+            scaler.apply(optimizer)
+            scheduler.step()
+        scaler.flush()
+    assert scheduler.last_epoch == 3
+    assert len([each for each in caught if "by hand" in str(each.message)]) == 1
+
+
+def by_load(scaler: GradScaler) -> GradScaler:
+    other = GradScaler("cpu", on_stuck="raise", stuck_after=8)
+    other.load_state_dict(scaler.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize(
+    "restart", [by_load, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))]
+)
+def test_a_job_that_is_restarted_every_five_bad_steps_is_stuck(
+    restart: Callable[[GradScaler], GradScaler], tensors: bool
+) -> None:
+    scaler = GradScaler("cpu", on_stuck="raise", stuck_after=8)
+    steps = 0
+    with pytest.raises(gs.StuckError):  # noqa: PT012
+        for _ in range(4):
+            if tensors and scaler._scale is None:
+                keep_in_tensors(scaler)
+            w = weight()
+            optimizer = SGD([w], lr=1.0)
+            for _ in range(5):
+                scaler.backward(w.sum())
+                w.grad.fill_(math.inf)
+                steps += 1
+                outcome = scaler.apply(optimizer)
+                assert int(outcome.skipped_in_a_row) == steps
+            scaler = restart(scaler)
+    assert steps == 8
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("size", [1e155, 1e300, 1e-300])
+def test_float64_gradients_whose_squares_overflow_are_clipped(size: float, fused: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=1.0)
+    w = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    scaler.backward((w * torch.tensor([3.0, 4.0], dtype=torch.float64) * size).sum())
+    outcome = scaler.apply(SGD([w], lr=1.0, fused=fused), clip_norm=1.0)
+    assert outcome.applied
+    wanted = [-0.6, -0.8] if size > 1 else [-3.0 * size, -4.0 * size]
+    assert w.tolist() == pytest.approx(wanted, rel=2.0**-20)
+
+
+def test_a_disabled_scaler_without_update_does_not_grow() -> None:
+    scaler, w = GradScaler("cpu", enabled=False), weight()
+    optimizer = SGD([w], lr=1.0)
+
+    def run(count: int) -> int:
+        for _ in range(count):
+            scaler.scale(w.sum()).backward()
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        gc.collect()
+        ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/gradscale/*")])
+        return sum(trace.size for trace in ours.traces)
+
+    tracemalloc.start()
+    before = run(50)
+    grown = run(2000) - before
+    tracemalloc.stop()
+    assert grown < 2000 * 8  # one reference per step would be more; what others allocate is not counted
+
+
+def test_a_copied_sharded_scaler_still_has_losses_on_every_rank(one_rank: Any) -> None:
+    scaler = ShardedGradScaler("cpu")
+    for twin in (scaler, pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        with pytest.warns(UserWarning, match="float16"):  # refused where other ranks have no loss
+            assert twin.scale(torch.ones((), dtype=torch.float16)).item() == 2.0**15
+
+
+def test_one_scaler_of_two_threads_keeps_both_right() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    params = [weight() for _ in range(2)]
+    optimizers = [SGD([param], lr=1.0) for param in params]
+    lock, errors = threading.Lock(), []
+
+    def train(i: int) -> None:
+        try:
+            for _ in range(50):
+                with lock:  # who shares a scaler steps in turns
+                    scaler.backward(params[i].sum())
+                    scaler.apply(optimizers[i])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [param.item() for param in params] == [-50.0, -50.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GradScaler("cpu", policy="dynamic"), r"policy must be .*Dynamic"),
+        (lambda: GradScaler("cpu", policy=gs.Headroom), r"Headroom\(\)"),
+        (lambda: GradScaler("cpu", min_scale=8.0, max_scale=4.0), r"min_scale.*8\.0.*4\.0"),
+        (lambda: GradScaler("cpu", policy=gs.Dynamic(), init_scale=4.0), "policy"),
+        (lambda: GradScaler("cpu").apply(torch.nn.Linear(1, 1)), "pass the optimizer"),
+        (lambda: GradScaler("cpu").step(torch.nn.Linear(1, 1)), "optimizer"),
+    ],
+)
+def test_mistakes_are_answered_with_what_to_write(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(gs.SettingError, match=f"(?i){message}"):
+        make()
+
+
+def test_a_static_scale_may_be_given_by_position() -> None:
+    assert gs.Static(1024.0) == gs.Static(init_scale=1024.0)
+
+
+def test_what_is_printed_says_what_matters() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0), weight()
+    assert repr(scaler).startswith("GradScaler(scale=8, ")
+    scaler.backward(w.sum())
+    outcome = scaler.apply(SGD([w], lr=1.0))
+    assert repr(outcome) == "StepOutcome('applied', scale=8, skipped_in_a_row=0)"
+    assert "applied" in repr(scaler)
+    assert repr(GradScaler("cpu", enabled=False)) == "GradScaler(disabled)"
+
+
+LOOP = """
+import torch
+from torch.optim import SGD
+from gradscale.torch import GradScaler
+w = torch.zeros(2, dtype=torch.float32, device="cpu", requires_grad=True)
+x = torch.tensor([3.0, 4.0], dtype=torch.float32, device="cpu")
+{trap}
+scaler = GradScaler("cpu", init_scale=2.0**20, growth_interval=1, underflow_every=1)
+optimizer = SGD([w], lr=1.0)
+scaler.on("skip", lambda event: None)
+for size in (1.0, float("inf"), 1.0):
+    scaler.scale((w * x).sum()).backward()
+    w.grad.mul_(size)
+    scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, 100.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+scaler.backward((w * x).sum(), loss_id=1)
+scaler.apply(optimizer, clip_norm=100.0, clip_value=50.0)
+scaler.backward((w * x).sum(), droppable=True)
+outcome = scaler.apply(optimizer)
+copy = GradScaler("cpu")
+copy.load_state_dict(scaler.state_dict())
+scaler.flush()
+print(w.tolist(), copy.get_scale(), float(outcome.grad_norm), outcome.verdict())
+"""
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        "torch.set_default_dtype(torch.float16)",
+        "torch.set_default_dtype(torch.float64)",
+        'torch.set_default_device("meta")',
+    ],
+)
+def test_defaults_of_torch_do_not_reach_the_engine(trap: str) -> None:
+    runs = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LOOP.format(trap=line)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for line in ("", trap)
+    ]
+    assert runs[0].stdout.startswith("[-12.0, -16.0]"), runs[0].stderr
+    assert runs[1].stdout == runs[0].stdout, runs[1].stderr
