@@ -192,14 +192,18 @@ def test_a_disabled_scaler_without_update_does_not_grow() -> None:
             scaler.step(optimizer)
             optimizer.zero_grad()
         gc.collect()
-        ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/gradscale/*")])
+        ours = tracemalloc.take_snapshot().filter_traces(
+            [tracemalloc.Filter(True, "*/gradscale/*")]
+        )
         return sum(trace.size for trace in ours.traces)
 
     tracemalloc.start()
     before = run(50)
     grown = run(2000) - before
     tracemalloc.stop()
-    assert grown < 2000 * 8  # one reference per step would be more; what others allocate is not counted
+    assert (
+        grown < 2000 * 8
+    )  # one reference per step would be more; what others allocate is not counted
 
 
 def test_a_copied_sharded_scaler_still_has_losses_on_every_rank(one_rank: Any) -> None:

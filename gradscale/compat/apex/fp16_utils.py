@@ -214,7 +214,7 @@ class DynamicLossScaler(LossScaler):
 
         **Waits for the device.**
         """
-        return bool(count_bad([param for param in params if param.grad is not None])[0])
+        return bool(count_bad([param for param in params if param.grad is not None])()[0])
 
     def update_scale(self, overflow: bool) -> None:
         """Moves the scale after a pass with an `overflow`, or without."""

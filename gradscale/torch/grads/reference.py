@@ -9,9 +9,9 @@ is no float64 of our own, because some devices have none.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -226,54 +226,50 @@ def underflow(values: Values, smallest_normal: float, like: Tensor) -> Tensor:
     return below.float() / nonzero.clamp(min=1).float()
 
 
+Bad = tuple[dict[int, tuple[int, int]], float]
+"""Infinities and NaNs by the id of a parameter, and the largest finite magnitude."""
+
+
 @torch.no_grad()
-def count_bad(
-    params: list[Tensor], inverse: Tensor | None = None
-) -> tuple[dict[int, tuple[int, int]], float]:
-    """Infinities and NaNs of every gradient that has some, by the id of its parameter.
+def count_bad(params: list[Tensor], inverse: Tensor | None = None) -> Callable[[], Bad]:
+    """What counts infinities and NaNs of the gradients as they are now, when it is called.
 
-    And the largest finite magnitude of all. With `inverse` also what becomes infinite where it is
-    stored, when multiplied by it. Waits for the device.
-    """
-    bad: dict[int, tuple[int, int]] = {}
-    largest = 0.0
-    for owners, begins, value in _with_owners(params):
-        finite = torch.isfinite(value)
-        inside = value[finite]
-        if inside.numel():
-            largest = max(largest, float(inside.abs().max()))
-        if inverse is not None:
-            wide = value.to(torch.promote_types(value.dtype, torch.float32))
-            value = (wide * move(inverse, value.device)).to(value.dtype)
-            finite = torch.isfinite(value)
-        places = (~finite).reshape(-1).nonzero().flatten()
-        if not len(places):
-            continue
-        edges = torch.tensor(begins, dtype=torch.int64, device=value.device)
-        which = torch.searchsorted(edges, places, right=True) - 1
-        nan = value.reshape(-1)[places].isnan()
-        infs, nans = (torch.bincount(which[is_], minlength=len(owners)) for is_ in (~nan, nan))
-        counts = zip(owners, infs.tolist(), nans.tolist(), strict=True)
-        bad |= {owner: (inf, nan) for owner, inf, nan in counts if inf or nan}
-    return bad, largest
-
-
-def _with_owners(params: list[Tensor]) -> Iterable[tuple[list[int], list[int], Tensor]]:
-    """The gradients of `params`, small ones of a format together as one tensor.
-
-    With each come the ids of their parameters, and where in it each of them begins.
+    Gradients without any are left out. With `inverse` also what becomes infinite where it is
+    stored, when multiplied by it, is counted. Copies small gradients, and counts in others at once:
+    that waits for the device.
     """
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    found = []
     for param, grad in zip(params, dense_grads(params), strict=True):
         value = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
         if value.numel() > _PIECE:
-            yield [id(param)], [0], value
+            found.append(_count([id(param)], [], value, inverse))
         elif value.numel():
             small.setdefault((value.device, value.dtype), []).append((id(param), value))
+    later = []
     for pairs in small.values():
-        owners, tensors = [owner for owner, _ in pairs], [value for _, value in pairs]
-        begins = [0, *itertools.accumulate(value.numel() for value in tensors[:-1])]
-        yield owners, begins, torch._C._nn.flatten_dense_tensors(tensors)
+        owners, values = [owner for owner, _ in pairs], [value for _, value in pairs]
+        copies = torch._C._nn.flatten_dense_tensors([*values, values[0].new_empty(0)])
+        later.append(partial(_count, owners, [v.numel() for v in values], copies, inverse))
+
+    def count() -> Bad:
+        both = [*found, *(each() for each in later)]
+        bad = {owner: counts for rows, _ in both for owner, counts in rows.items()}
+        return bad, max((peak for _, peak in both), default=0.0)
+
+    return count
+
+
+@torch.no_grad()
+def _count(owners: list[int], sizes: Any, value: Tensor, inverse: Tensor | None) -> Bad:
+    """As `count_bad`, of gradients of these `sizes`, one after the other in `value`."""
+    largest = float(value.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    if inverse is not None:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        value = (wide * move(inverse, value.device)).to(value.dtype)
+    parts = [value] if len(owners) == 1 else value.split(sizes)
+    counts = [(int(part.isinf().sum()), int(part.isnan().sum())) for part in parts]
+    return {owner: each for owner, each in zip(owners, counts, strict=True) if any(each)}, largest
 
 
 def _root(values: Values, shift: Tensor) -> Tensor:

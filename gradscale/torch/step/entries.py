@@ -226,7 +226,7 @@ class OptimizerEntry:
         that shares them.
         """
         skipped, self.skipped = self.skipped, False
-        if skipped is False or self.witness is None:
+        if skipped is False or self.witness is None or self.witness[0]() is None:
             return
         params = with_grad(self.param_groups())
         kept = params and alone and self.witness[0]() is params[0].grad

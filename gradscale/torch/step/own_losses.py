@@ -81,7 +81,7 @@ class OwnLoss:
             self.amax = torch.maximum(self.amax, _at(stats.amax, self.scale))
         self.finite = self.finite & _at(stats.finite, self.scale)
         if self.finite is False and not self.bad:
-            self.bad = count_bad(grads.params)[0]
+            self.bad = count_bad(grads.params)()[0]
 
     def reaches(self, entry: OptimizerEntry) -> bool:
         """Whether it made gradients for the optimizer of `entry`."""

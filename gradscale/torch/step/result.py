@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +13,7 @@ from gradscale.policy import GradStats
 from gradscale.torch.grads.collect import Gradients
 from gradscale.torch.grads.reference import Measurement
 from gradscale.torch.grads.scale import Scale
-from gradscale.torch.telemetry.blame import Blame, blame_later, blame_now
+from gradscale.torch.telemetry.blame import Blame, blame_later, blame_now, joined
 from gradscale.torch.telemetry.names import Names
 from gradscale.torch.telemetry.outcome import UNSET, StepOutcome
 
@@ -188,9 +190,9 @@ def blame_of(step: Step, passes: Passes, names: Names) -> Any:
     if step.skip is True:
         # Of optimizers that were clipped together, all have the same.
         found = {id(entry.blame): entry.blame for entry in step.entries if entry.blame is not None}
-        if any(blame.culprits for blame in found.values()):
-            return Blame.joined(list(found.values()))
-        return _look(step, passes, names).itself
+        if found:
+            return partial(joined, list(found.values()))
+        return _look(step, passes, names)
     measured = step.entries[0].measured
     if step.measured is not None and step.measured not in measured:
         measured = [*measured, step.measured]
@@ -198,7 +200,7 @@ def blame_of(step: Step, passes: Passes, names: Names) -> Any:
     return blame_later(names, optimizers, step.grads.params, measured)
 
 
-def _look(step: Step, passes: Passes, names: Names) -> Blame:
+def _look(step: Step, passes: Passes, names: Names) -> Callable[[], Blame]:
     """The parameters to blame, from the gradients as they are."""
     scale, inverse = step.scale, None
     if not step.in_place and scale.number is not None and scale.number < 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import defaultdict
@@ -38,15 +39,12 @@ class Blame(NamedTuple):
         """No parameter is to blame."""
         return Blame([], None)
 
-    def itself(self) -> Blame:
-        """The same, for who asks later."""
-        return self
 
-    @staticmethod
-    def joined(found: Sequence[Blame]) -> Callable[[], Blame]:
-        """What several optimizers together show."""
-        amaxes = [blame.finite_amax or 0.0 for blame in found]
-        return Blame([bad for blame in found for bad in blame.culprits], max(amaxes)).itself
+def joined(found: Sequence[Callable[[], Blame]]) -> Blame:
+    """What several optimizers together show."""
+    blames = [find() for find in found]
+    amaxes = [blame.finite_amax or 0.0 for blame in blames]
+    return Blame([bad for blame in blames for bad in blame.culprits], max(amaxes))
 
 
 def blame_now(
@@ -56,8 +54,8 @@ def blame_now(
     inverse: Tensor | None,
     own_losses: Iterable[Mapping[int, tuple[int, int]]],
     factor: float,
-) -> Blame:
-    """The parameters to blame, from their gradients as they are. Waits for the device.
+) -> Callable[[], Blame]:
+    """What finds the parameters to blame when it is called, from their gradients as they are now.
 
     Args:
         names: Names of parameters.
@@ -67,17 +65,19 @@ def blame_now(
         own_losses: What was found in the gradients of losses with their own scales.
         factor: What the largest finite magnitude is multiplied by, to be that of scaled gradients.
     """
-    bad, amax = count_bad(params, inverse)
-    there = set(map(id, params))
-    for own in own_losses:
-        bad |= {key: counts for key, counts in own.items() if key in there}
-    known = names.of(optimizers)
-    culprits = [
-        Culprit(known[key], _rank(), infs, nans)
-        for key, (infs, nans) in bad.items()
-        if key in known
-    ]
-    return Blame(culprits, amax * factor)
+    count, rank, own = count_bad(params, inverse), _rank(), list(own_losses)
+    known = names.of(optimizers)  # now: the optimizers may be gone by then
+    there = set(map(id, params)) if own else set()
+
+    @functools.cache
+    def find() -> Blame:
+        bad, amax = count()
+        for other in own:
+            bad |= {key: counts for key, counts in other.items() if key in there}
+        culprits = [Culprit(name, rank, *bad[key]) for key, name in known.items() if key in bad]
+        return Blame(culprits, amax * factor)
+
+    return find
 
 
 def blame_later(
