@@ -61,7 +61,8 @@ def uses_triton(device: torch.device) -> bool:
     if device.type != "cuda":
         return _path == "triton"
     # A kernel is launched on the current device, whatever the addresses mean elsewhere.
-    return available() and device.index in (None, torch.cuda.current_device())
+    # Of torch._C, because torch.cuda looks first whether CUDA is in use, which it is.
+    return available() and device.index in (None, torch._C._cuda_getDevice())
 
 
 @functools.cache
@@ -154,7 +155,7 @@ def _stream(device: torch.device) -> int | None:
         return 0
     if capturing():
         return None
-    return int(torch.cuda.current_stream().cuda_stream)
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def new_table(sizes: Sequence[int], device: torch.device) -> Table:

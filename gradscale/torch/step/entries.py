@@ -34,86 +34,58 @@ READY, UNSCALED, STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
 class OptimizerEntry:
     """One optimizer: its stage, the scale of its gradients, what was found in them."""
 
-    __slots__ = (
-        "_ref",
-        "agreed",
-        "bad_rank",
-        "blame",
-        "checks",
-        "decision",
-        "formats",
-        "groups",
-        "held",
-        "held_back",
-        "known",
-        "left",
-        "masters",
-        "measured",
-        "mixed",
-        "older",
-        "row",
-        "skipped",
-        "stage",
-        "stats",
-        "step",
-        "stepped_at",
-        "underflow",
-        "unscaled_in",
-        "unseen",
-        "witness",
-    )
+    held: Any = None
+    """The optimizer, from its first call in an iteration until `update()`."""
+    masters: Any = None
+    """What keeps float32 masters of its half parameters; None if nothing does."""
+    formats: Any = None
+    """How many gradients it had, and formats of some, when its settings were last checked."""
+    stage = READY
+    known = False
+    """Whether it was there when the last pass began."""
+    left: Scale | None = None
+    """The scale of gradients that no step has used, from an earlier iteration; while they are
+    unscaled, the one that they had."""
+    unseen: tuple[Any, int] | None = None
+    """The first of these, weakly, and its version, where no pass was seen that made it."""
+    unscaled_in: Iteration | None = None
+    mixed = False
+    """Whether a pass has added to its unscaled gradients."""
+    stats: GradStats | None = None
+    """What was found in its gradients in this iteration; None before that."""
+    underflow: Any = None
+    """The share of its gradients that underflowed, where that was measured."""
+    decision: Tensor | None = None
+    """What a kernel has decided about its gradients, see `fields.DECISION`."""
+    blame: Any = None
+    """The parameters to blame, where they were looked for at once."""
+    agreed = False
+    """Whether they have, in this iteration."""
+    bad_rank: Any = None
+    """The lowest rank that found something not finite, where ranks have agreed."""
+    held_back: Any = None
+    """bool: a loss with its own scale was bad on another rank, where it reached this."""
+    row: Any = 0
+    """Steps in a row that were skipped: a number on the CPU, an int32 tensor elsewhere."""
+    skipped: Any = False
+    """bool: the gradients that are still there are those of a step that was skipped."""
+    stepped_at = -1
+    """How many passes had begun at its last step; -1 before the first."""
+    witness: tuple[Any, int] | None = None
+    """The first gradient of its last step, weakly, and its version."""
+    step: Step | None = None
+    """Its last step."""
+    checks = 0
+    """Steps that could have measured underflow."""
 
     def __init__(self, optimizer: Optimizer, forget: Any) -> None:
         self._ref = weakref.ref(optimizer, forget)
-        self.held: Any = None
-        """The optimizer, from its first call in an iteration until `update()`."""
         self.older = takes_scaler(optimizer)
         """Whether its `step()` takes the scaler: torch's older contract."""
-        self.masters: Any = None
-        """What keeps float32 masters of its half parameters; None if nothing does."""
-        self.formats: Any = None
-        """How many gradients it had, and formats of some, when its settings were last checked."""
-        self.stage = READY
-        self.known = False
-        """Whether it was there when the last pass began."""
-        self.left: Scale | None = None
-        """The scale of gradients that no step has used, from an earlier iteration; while they are
-        unscaled, the one that they had."""
-        self.unseen: tuple[Any, int] | None = None
-        """The first of these, weakly, and its version, where no pass was seen that made it."""
-        self.unscaled_in: Iteration | None = None
-        self.mixed = False
-        """Whether a pass has added to its unscaled gradients."""
-        self.stats: GradStats | None = None
-        """What was found in its gradients in this iteration; None before that."""
-        self.underflow: Any = None
-        """The share of its gradients that underflowed, where that was measured."""
-        self.decision: Tensor | None = None
-        """What a kernel has decided about its gradients, see `fields.DECISION`."""
         self.measured: list[Measurement] = []
         """The reads of this iteration, for who asks which parameters are to blame."""
-        self.blame: Any = None
-        """The parameters to blame, where they were looked for at once."""
         self.groups: list[Group] = []
         """The groups of ranks that must agree on its gradients."""
-        self.agreed = False
-        """Whether they have, in this iteration."""
-        self.bad_rank: Any = None
-        """The lowest rank that found something not finite, where ranks have agreed."""
-        self.held_back: Any = None
-        """bool: a loss with its own scale was bad on another rank, where it reached this."""
-        self.row: Any = 0
-        """Steps in a row that were skipped: a number on the CPU, an int32 tensor elsewhere."""
-        self.skipped: Any = False
-        """bool: the gradients that are still there are those of a step that was skipped."""
-        self.stepped_at = -1
-        """How many passes had begun at its last step; -1 before the first."""
-        self.witness: tuple[Any, int] | None = None
-        """The first gradient of its last step, weakly, and its version."""
-        self.step: Step | None = None
-        """Its last step."""
-        self.checks = 0
-        """Steps that could have measured underflow."""
 
     @property
     def optimizer(self) -> Any:

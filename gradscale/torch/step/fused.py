@@ -83,10 +83,10 @@ def can_decide(pipeline: Pipeline, step: Step) -> bool:
     iteration = passes.last
     if iteration is None or not is_plain(pipeline, iteration):
         return False
-    device = state.device
-    return dispatch.uses_triton(device) and all(  # type: ignore[arg-type]
-        entry.stage is READY and entry.left is None for entry in step.entries
-    )
+    for entry in step.entries:
+        if entry.stage is not READY or entry.left is not None:
+            return False
+    return dispatch.uses_triton(state.device)  # type: ignore[arg-type]
 
 
 def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None:
@@ -183,6 +183,7 @@ def _decide(
 def _arguments(pipeline: Pipeline, iteration: Iteration) -> dict[str, Any]:
     """What a kernel needs to move the scale."""
     state = pipeline.state
+    rule, settings = state.kernel()  # type: ignore[misc]
     loss, kind = iteration.loss, LOSS_RAW
     if not iteration.uses_losses:
         loss, kind = None, LOSS_OFF
@@ -193,8 +194,8 @@ def _arguments(pipeline: Pipeline, iteration: Iteration) -> dict[str, Any]:
         "loss": loss,
         "loss_kind": kind,
         "state": state.packed,
-        "settings": state.kernel()[1],  # type: ignore[index]
-        "rule": state.kernel()[0],  # type: ignore[index]
+        "settings": settings,
+        "rule": rule,
     }
 
 

@@ -38,58 +38,40 @@ class Iteration:
     Flags are plain bools where the scale is a number, and tensors where it is on a device.
     """
 
-    __slots__ = (
-        "blank",
-        "captured",
-        "common",
-        "common_amax",
-        "finite",
-        "half",
-        "idle",
-        "loss",
-        "loss_finite",
-        "losses",
-        "own_passes",
-        "passes",
-        "penalty_finite",
-        "scale",
-        "unreduced",
-        "uses_losses",
-    )
+    half = False
+    """Whether one of the losses was float16."""
+    passes = 0
+    """Backward passes that have begun in it."""
+    own_passes = 0
+    """How many of those were of losses with a scale of their own."""
+    loss: Tensor | None = None
+    """The only loss so far, on the device of the scale, not yet tested."""
+    loss_finite: Any = None
+    """bool: all losses but `loss` were finite; None if there were none."""
+    uses_losses = True
+    """Whether a loss that is not finite spares the scale."""
+    penalty_finite: Any = None
+    """bool: all gradients that `grad()` returned were finite; None if there were none."""
+    finite: Any = None
+    """bool: what an `update()` has reported of its gradients; None before the first."""
+    blank: Any = None
+    """bool: no loss was scaled and every gradient was 0; None where losses were scaled."""
+    idle: Any = None
+    """bool: no rank had a gradient; None where this one has, or is alone."""
+    common: Any = None
+    """bool: some rank had a pass of a loss with the common scale; None without ranks."""
+    common_amax: Any = None
+    """The largest magnitude of the gradients of loss 0 alone, where it was measured beside losses
+    with their own scale."""
+    unreduced = False
+    """Whether a pass left gradients that were not reduced over ranks, as in no_sync()."""
 
     def __init__(self, scale: Scale, captured: bool) -> None:
         self.scale = scale
-        self.half = False
-        """Whether one of the losses was float16."""
         self.captured = captured
         """Whether it is inside a CUDA graph: then every replay copies the scale anew."""
-        self.passes = 0
-        """Backward passes that have begun in it."""
-        self.own_passes = 0
-        """How many of those were of losses with a scale of their own."""
-        self.loss: Tensor | None = None
-        """The only loss so far, on the device of the scale, not yet tested."""
-        self.loss_finite: Any = None
-        """bool: all losses but `loss` were finite; None if there were none."""
-        self.uses_losses = True
-        """Whether a loss that is not finite spares the scale."""
-        self.penalty_finite: Any = None
-        """bool: all gradients that `grad()` returned were finite; None if there were none."""
         self.losses: dict[LossId, OwnLoss] = {}
         """The losses that have a scale of their own."""
-        self.finite: Any = None
-        """bool: what an `update()` has reported of its gradients; None before the first."""
-        self.blank: Any = None
-        """bool: no loss was scaled and every gradient was 0; None where losses were scaled."""
-        self.idle: Any = None
-        """bool: no rank had a gradient; None where this one has, or is alone."""
-        self.common: Any = None
-        """bool: some rank had a pass of a loss with the common scale; None without ranks."""
-        self.common_amax: Any = None
-        """The largest magnitude of the gradients of loss 0 alone, where it was measured beside
-        losses with their own scale."""
-        self.unreduced = False
-        """Whether a pass left gradients that were not reduced over ranks, as in no_sync()."""
 
     def note_loss(self, loss: Tensor) -> None:
         """Takes in whether `loss` was finite."""

@@ -26,33 +26,35 @@ if TYPE_CHECKING:
 class Step:
     """What is known of a step so far: numbers where the state is on the CPU, tensors elsewhere."""
 
-    __slots__ = (
-        "_outcome",
-        "bad_rank",
-        "blame",
-        "clip",
-        "decision",
-        "dropped",
-        "entries",
-        "grads",
-        "in_place",
-        "limit",
-        "loss",
-        "losses_finite",
-        "masters",
-        "measured",
-        "nothing",
-        "optimizers",
-        "own",
-        "row",
-        "scale",
-        "shared",
-        "skip",
-        "state",
-        "stats",
-        "underflow",
-        "weight",
-    )
+    shared = False
+    """Whether another optimizer has one of the parameters."""
+    measured: Measurement | None = None
+    stats = GradStats(finite=True)
+    decision: Tensor | None = None
+    """What a kernel has decided, see `fields.DECISION`."""
+    underflow: Any = None
+    dropped: Any = None
+    """How many droppable passes were left out; None without any."""
+    clip: Any = 1.0
+    limit: float | None = None
+    """What the elements of gradients are held within, before `clip`, where masters are."""
+    masters = False
+    """Whether an optimizer of it steps masters, see `step/masters.py`."""
+    weight: Any = 1.0
+    """What the gradients must be divided by, so that the kept passes weigh as much as all."""
+    skip: Any = False
+    """Whether the step must not take place."""
+    nothing = False
+    """Whether there are no gradients at all."""
+    loss: Any = None
+    """What a step with a closure returned."""
+    losses_finite: Any = None
+    own: tuple[tuple[Any, Tensor], ...] = ()
+    """Whether each loss with a scale of its own was finite, and that scale."""
+    row: Any = 0
+    bad_rank: Any = None
+    state: ScaleState | None = None
+    _outcome: StepOutcome | None = None
 
     def __init__(self, entries: list[OptimizerEntry], grads: Gradients, scale: Scale) -> None:
         self.entries = entries
@@ -63,36 +65,7 @@ class Step:
         """The scale of the gradients when they were made."""
         self.in_place = entries[0].unscaled_in is not None
         """Whether the gradients are unscaled, by now and before this call."""
-        self.shared = False
-        """Whether another optimizer has one of the parameters."""
-        self.measured: Measurement | None = None
-        self.stats = _UNKNOWN
-        self.decision: Tensor | None = None
-        """What a kernel has decided, see `fields.DECISION`."""
-        self.underflow: Any = None
-        self.dropped: Any = None
-        """How many droppable passes were left out; None without any."""
-        self.clip: Any = 1.0
-        self.limit: float | None = None
-        """What the elements of gradients are held within, before `clip`, where masters are."""
-        self.masters = False
-        """Whether an optimizer of it steps masters, see `step/masters.py`."""
-        self.weight: Any = 1.0
-        """What the gradients must be divided by, so that the kept passes weigh as much as all."""
-        self.skip: Any = False
-        """Whether the step must not take place."""
-        self.nothing = False
-        """Whether there are no gradients at all."""
-        self.loss: Any = None
-        """What a step with a closure returned."""
-        self.losses_finite: Any = None
-        self.own: tuple[tuple[Any, Tensor], ...] = ()
-        """Whether each loss with a scale of its own was finite, and that scale."""
-        self.row: Any = 0
-        self.bad_rank: Any = None
-        self.blame: Any = Blame.nobody
-        self.state: ScaleState | None = None
-        self._outcome: StepOutcome | None = None
+        self.blame: Callable[[], Blame] = Blame.nobody
 
     def divisor(self) -> Tensor:
         """float32: what the gradients must be divided by, to be unscaled, clipped and weighed."""
@@ -116,7 +89,6 @@ class Step:
         return self._outcome
 
 
-_UNKNOWN = GradStats(finite=True)
 _NO_GRADIENTS = Gradients([])
 
 

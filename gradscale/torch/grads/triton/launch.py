@@ -44,7 +44,7 @@ class Kernel:
     ) -> None:
         """Launches `programs` programs on the device of the first argument, the current one."""
         cuda = arguments[0].is_cuda
-        key = (torch.cuda.current_device() if cuda else -1, programs, formats, constants)
+        key = (torch._C._cuda_getDevice() if cuda else -1, programs, formats, constants)
         launch = self._launchers.get(key)
         if launch is not None:
             launch(*arguments, *constants)
