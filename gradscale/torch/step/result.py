@@ -166,7 +166,7 @@ def blame_of(step: Step, passes: Passes, names: Names) -> Any:
             return partial(joined, list(found.values()))
         return _look(step, passes, names)
     measured = step.entries[0].measured
-    if step.measured is not None and step.measured not in measured:
+    if step.measured is not None and all(found is not step.measured for found in measured):
         measured = [*measured, step.measured]
     optimizers = [entry.held for entry in step.entries]
     return blame_later(names, optimizers, step.grads.params, measured)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from cpu_graph import keep_in_tensors
 from gradscale import Dynamic, Static
 from gradscale.torch import Culprit, GradScaler
+from gradscale.torch.grads.reference import Measurement
 from one_weight import root
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -213,3 +215,18 @@ def test_an_outcome_says_whether_it_is_ready() -> None:
     torch.cuda.synchronize()
     assert outcome.ready()
     assert "applied" in repr(outcome)
+
+
+def test_two_reads_of_a_step_are_not_compared_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compared(found: object, other: object) -> bool:
+        raise AssertionError("comparing tensors waits for the device")
+
+    scaler, w = GradScaler("cpu", init_scale=4.0, recheck=True), torch.ones(2)
+    keep_in_tensors(scaler)
+    optimizer = SGD([w.requires_grad_()], lr=1.0)
+    scaler.scale(w.sum() * torch.inf).backward()
+    scaler.unscale_(optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(Measurement, "__eq__", compared)
+        scaler.step(optimizer)
+    assert not scaler.outcome().applied
