@@ -163,18 +163,18 @@ class ScaleState:
             known = self._kernel = (self.policy, rule, settings)
         return None if known[1] is None else (known[1], known[2])
 
-    def advance(self, stats: GradStats, news: Any = None, loss_id: LossId = 0) -> tuple[Any, Any]:
+    def advance(self, stats: GradStats, counts: Any = None, loss_id: LossId = 0) -> tuple[Any, Any]:
         """Moves a scale by the policy; its values before and after.
 
         Args:
             stats: What the gradients were like.
-            news: bool: whether to move it at all; None moves it.
+            counts: bool: whether to move it at all; None moves it.
             loss_id: Whose scale.
         """
         state = self.live if loss_id == 0 else self.losses[loss_id]
         stats = self._sized(stats)
         if self.on_host:
-            moved = state if news is False else self.policy.update(state, stats)
+            moved = state if counts is False else self.policy.update(state, stats)
             if loss_id == 0:
                 self.live = moved
             else:
@@ -184,7 +184,7 @@ class ScaleState:
         before = state.scale.clone()
         moved = self.policy.update(state, stats, torch)
         for value, new in zip(state, moved, strict=True):
-            value.copy_(new if news is None else torch.where(news, new, value))
+            value.copy_(new if counts is None else torch.where(counts, new, value))
         return before, state.scale.clone()
 
     def _sized(self, stats: GradStats) -> GradStats:
@@ -202,7 +202,7 @@ class ScaleState:
         return stats._replace(exponent=torch.frexp(amax).exponent.to(torch.int32))
 
     def losses_finite(self, finite: Any, penalty_finite: Any) -> Any:
-        """bool: whether the losses of an iteration were finite, as the policy is told.
+        """bool: whether the losses of an iteration were finite, for the policy.
 
         Counts iterations in a row in which they were not. `finite` is None where the rule is off.
         """
@@ -210,7 +210,7 @@ class ScaleState:
             return True
         counters = self.counters
         if penalty_finite is not None:
-            finite = finite | (penalty_finite ^ True)  # non-finite through the scale: its fault
+            finite = finite | (penalty_finite ^ True)  # non-finite through the scale
         if self.on_host:
             count = 0 if finite else counters.bad_losses + 1
             if count != counters.bad_losses:
@@ -236,7 +236,7 @@ class ScaleState:
     def lower(self, used: float) -> bool:
         """Whether the scale is below the one that was `used`, in a step that overflowed.
 
-        A policy that waits for further overflows is told of this one again.
+        A policy with hysteresis gets this overflow until it lowers the scale.
         """
         for _ in range(getattr(self.policy, "hysteresis", 1) - 1):
             if float(self.live.scale) < used:
@@ -296,7 +296,7 @@ class ScaleState:
                 scale.copy_(torch.where(usable, wanted.clamp(*self.bounds()), scale))
                 return
             new_scale = new_scale.item()
-        # The constructor has the rules: a default bound gives way here as it does there.
+        # The constructor has the rules: a default bound moves here as it does there.
         policy = self.policy
         low, high = self.bounds()
         try:

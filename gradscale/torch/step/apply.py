@@ -97,7 +97,7 @@ def _step_together(
     pipeline.agree(step, max_norm)
     pipeline.decide(step)
     capable = all(map(is_capable, optimizers))
-    # Where the host knows, or must know, of a skip, the gradients are left as they are.
+    # Where the decision is read on the host, gradients of a skipped step are left as they are.
     going = not step.skip if isinstance(step.skip, bool) or not capable else True
     if going:
         if clip_value is not None:
@@ -170,7 +170,7 @@ def clip(optimizers: Sequence[Any], clip_norm: float | None, clip_value: float |
 
 
 def _clear(optimizer: Any) -> None:
-    """What `zero_grad()` does; itself, if somebody has made it another than torch's."""
+    """Clears the gradients, by `zero_grad()` where it is not torch's own."""
     own = getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
     if own or "zero_grad" in vars(optimizer):
         optimizer.zero_grad()

@@ -115,7 +115,7 @@ def _known(pipeline: Pipeline) -> list[Tensor]:
 
 
 def _agreed(pipeline: Pipeline) -> Any:
-    """What says whether a flag holds on all ranks that must agree on some parameters."""
+    """A function: whether a flag holds on all ranks that must agree on some parameters."""
 
     def agreed(fine: Any, params: Sequence[Tensor]) -> Any:
         groups = pipeline.consensus.groups.among(params)

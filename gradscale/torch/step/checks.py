@@ -34,7 +34,7 @@ def refuse_used(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:
     """Raises if an entry has no gradients but those of its last step."""
     passes = pipeline.passes
     if passes.last is not None and passes.last.captured:
-        return  # replays run passes that nobody sees
+        return  # replays run passes without hooks
     if capturing():
         passes.last = passes.current()  # every replay finds other gradients
         return

@@ -2,8 +2,8 @@
 
 An optimizer with `_step_supports_amp_scaling = True` reads two attributes in `step()`:
 `grad_scale`, what the gradients must be divided by (None: they are unscaled), and `found_inf`, a
-float32 that is exactly 0 or 1; at 1 the step writes nothing, not even its counters. Then nobody
-waits for the device.
+float32 that is exactly 0 or 1; at 1 the step writes nothing, not even its counters. Then the
+host does not wait for the device.
 
 An optimizer whose step is a launch of kernels may offer more: a method `fused_plan()`, which
 returns a `FusedPlan` for the gradients that there are now, or None. A scaler then reads the

@@ -1,4 +1,4 @@
-"""What a disabled scaler does: it steps, and says that the step was applied."""
+"""Steps of a disabled scaler: the optimizer steps, and the outcome is `applied`."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class Entries:
         return entry
 
     def inherit(self, entry: OptimizerEntry, params: Sequence[Tensor], count: int) -> None:
-        """Has a new entry know that another optimizer has stepped its gradients before it."""
+        """Marks a new entry as stepped if another optimizer has stepped its gradients before."""
         others = [(e.stepped_at, e.witness) for e in self.sharing(entry) if e.stage is READY]
         for stepped_at, witness in [*others, *self.gone]:
             if stepped_at != count or witness is None or not params:

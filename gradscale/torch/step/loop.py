@@ -146,7 +146,7 @@ def step_with_closure(
     """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
     entry = pipeline.entries.of(optimizer, "step")
     if entry.stage is STEPPED or entry.mixed:
-        pipeline.use(optimizer, "step")  # says what is wrong
+        pipeline.use(optimizer, "step")  # raises the error
     elif entry.stage is READY:
         made = pipeline.passes.count > max(entry.stepped_at, 0)
         if made and with_grad(optimizer.param_groups):
@@ -260,7 +260,7 @@ def _bring_unseen(pipeline: Pipeline, iteration: Iteration) -> None:
 def _move(
     pipeline: Pipeline, iteration: Iteration, checked: list[OptimizerEntry], moves: Moves
 ) -> None:
-    """Tells the policy what the gradients of `checked` entries were like, and moves the scale."""
+    """Moves the scale by the policy, given the gradients of `checked` entries."""
     state = pipeline.state
     stats = _folded(pipeline, checked, iteration)
     finite = stats.finite
@@ -268,10 +268,10 @@ def _move(
         finite = finite & iteration.penalty_finite
     passes = pipeline.passes
     for each in passes.droppable:
-        if each.number > passes.count - iteration.passes:  # else an earlier update() has told it
+        if each.number > passes.count - iteration.passes:  # else an earlier update() has counted it
             finite = finite & (each.dropped ^ True)
     loss_finite: Any = True
-    news: Any = None
+    counts: Any = None
     if iteration.finite is None or iteration.captured:
         seen = iteration.loss_finite
         if iteration.loss is not None or not iteration.uses_losses:
@@ -279,29 +279,29 @@ def _move(
         if seen is not True or state.counters.bad_losses != 0:
             loss_finite = state.losses_finite(seen, iteration.penalty_finite)
     else:
-        # A further update() for the same backward passes: only an overflow that is news counts.
+        # A further update() for the same backward passes: only a new overflow counts.
         if isinstance(iteration.finite, Tensor) and iteration.finite.dim():
             iteration.finite = value_at(iteration.finite, "finite")
-        news = iteration.finite & (finite ^ True)
+        counts = iteration.finite & (finite ^ True)
         seen = iteration.losses_finite()
         if seen is not None:
-            news = news & seen
+            counts = counts & seen
         finite = finite & iteration.finite
     iteration.finite = finite
     if iteration.blank is not None:
-        news = _also(news, iteration.blank ^ True)
+        counts = _also(counts, iteration.blank ^ True)
     if iteration.idle is not None:
-        news = _also(news, iteration.idle ^ True)
+        counts = _also(counts, iteration.idle ^ True)
     # If loss 0 took no part, its scale, which the gradients have now, can be found too high but not
     # good enough to grow.
     if iteration.common is not None:
-        news = _also(news, iteration.common | (finite ^ True))
+        counts = _also(counts, iteration.common | (finite ^ True))
     elif iteration.own_passes and iteration.own_passes == iteration.passes:
-        news = _also(news, finite ^ True)
+        counts = _also(counts, finite ^ True)
     if state.policy.goes_by and iteration.own_passes and iteration.common_amax is None:
-        news = _also(news, finite ^ True)  # how large its gradients are is not known
+        counts = _also(counts, finite ^ True)  # how large its gradients are is not known
     stats = stats._replace(finite=finite, loss_finite=loss_finite)
-    before, after = state.advance(stats, news)
+    before, after = state.advance(stats, counts)
     still = state.on_host and before == after
     moves.append((0, before, after, 0.0 if still else state.floor))
     if iteration.losses:
@@ -309,7 +309,7 @@ def _move(
 
 
 def _move_losses(pipeline: Pipeline, iteration: Iteration, moves: Moves) -> None:
-    """Tells the policy of the losses with a scale of their own."""
+    """Moves the scales of the losses that have one of their own."""
     state = pipeline.state
     for loss_id, own in iteration.losses.items():
         if not own.passes or own.moved:
@@ -364,6 +364,6 @@ def _amax(pipeline: Pipeline, stats: list[Any], iteration: Iteration) -> Any:
     return amax * (scale / move(iteration.scale.tensor, scale.device))
 
 
-def _also(news: Any, flag: Any) -> Any:
+def _also(counts: Any, flag: Any) -> Any:
     """Both flags; None does not count."""
-    return flag if news is None else news & flag
+    return flag if counts is None else counts & flag

@@ -65,13 +65,13 @@ class OwnLoss:
         self._params: set[int] = set()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Takes in whether `loss` was finite."""
+        """Records whether `loss` was finite."""
         flag: Any = torch.isfinite(loss.detach()).all()
         flag = flag.item() if self.scale.number is not None else flag
         self.loss_finite = self.loss_finite & _at(flag, self.scale)
 
     def note(self, grads: Gradients) -> None:
-        """Takes in whose gradients a pass of it made, and what they were like."""
+        """Records which gradients a pass of it made, and their statistics."""
         self.passes += 1
         self._params.update(map(id, grads.params))
         stats = measure(grads, self.scale.unit(), amax=True).stats
@@ -183,8 +183,8 @@ def _apart(
     lost = any(leaf.grad is None for leaf in leaves) and has_ranks()
     if lost and all(param.grad is None for param in others):
         raise CallOrderError(
-            f"The gradients of a loss with {what} have gone to tensors that the scaler does not "
-            "know, as those of FSDP do. Call optimizer.zero_grad(), and scaler.name(model) before "
+            f"The gradients of a loss with {what} went to tensors that the scaler has not "
+            "seen, as those of FSDP do. Call optimizer.zero_grad(), and scaler.name(model) before "
             "the first loss."
         )
     yield [leaf for leaf, _, _ in before if leaf.grad is not None]

@@ -49,7 +49,7 @@ class Iteration:
     loss_finite: Any = None
     """bool: all losses but `loss` were finite; None if there were none."""
     uses_losses = True
-    """Whether a loss that is not finite spares the scale."""
+    """Whether a loss that is not finite leaves the scale as it is."""
     penalty_finite: Any = None
     """bool: all gradients that `grad()` returned were finite; None if there were none."""
     finite: Any = None
@@ -74,7 +74,7 @@ class Iteration:
         """The losses that have a scale of their own."""
 
     def note_loss(self, loss: Tensor) -> None:
-        """Takes in whether `loss` was finite."""
+        """Records whether `loss` was finite."""
         scale = self.scale
         if scale.number is not None:
             finite = math.isfinite(loss.item()) if loss.numel() == 1 else _all_finite(loss).item()
@@ -101,7 +101,7 @@ class Iteration:
         self.loss, self.loss_finite = None, finite
 
     def note_penalty(self, grads: Any) -> None:
-        """Takes in whether the scaled `grads` of a penalty were finite."""
+        """Records whether the scaled `grads` of a penalty were finite."""
         for grad in grads:
             if grad is not None:
                 flag: Any = torch.isfinite(grad.detach()).all()
@@ -179,7 +179,7 @@ class Passes:
                 entry.stepped_at, entry.left = self.count, None
 
     def scale_of(self, entry: OptimizerEntry) -> Scale:
-        """The scale of the gradients of an entry that nobody has unscaled."""
+        """The scale of the gradients of an entry that is not unscaled."""
         if entry.unseen is not None:
             entry.check_unseen()
         if entry.left is not None:
@@ -300,7 +300,7 @@ class Passes:
     def compare(self) -> None:
         """Looks which unscaled gradients the last pass has changed.
 
-        At its end, or later if the pass raised: then torch calls nobody at its end.
+        At its end, or later if the pass raised: then torch runs no callback at its end.
         """
         watched, self.watched = self.watched, []
         for each in watched:

@@ -169,7 +169,7 @@ class Pipeline:
             step.shared = True
             unscaled = unscaled_among(self.passes, step.grads.params, sharing)
             # In place, because not every optimizer leaves them unscaled; torch's fused ones do, if
-            # the step takes place, which the host must know.
+            # the step takes place, which must be a number on the host then.
             known = step.scale.number is not None
             unscale = unscale or not (known and all(writes_back(e.held) for e in step.entries))
         unscale = unscale and not step.in_place

@@ -1,4 +1,4 @@
-"""A step as it passes through the stages, and the outcome that is made of it when somebody asks."""
+"""A step as it passes through the stages, and its outcome, which is made when first read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Step:
         return (scale.inverse * clip).reciprocal() * weight
 
     def drop_gradients(self) -> None:
-        """Lets go of the gradients, which the step would keep alive."""
+        """Drops the references to the gradients, which would keep them alive."""
         self.optimizers = [entry.held for entry in self.entries]
         self.grads, self.measured, self.entries = _NO_GRADIENTS, None, []
 
@@ -129,7 +129,7 @@ def _outcome_of(step: Step) -> StepOutcome:
 def _make(values: Any, known: dict[str, Any]) -> StepOutcome:
     """An outcome whose `values` become tensors when they are asked for.
 
-    Most outcomes are looked at by nobody, and every tensor takes some time.
+    Most outcomes are never read, and making a tensor takes time.
     """
     outcome: StepOutcome = object.__new__(StepOutcome)
     put = object.__setattr__

@@ -82,7 +82,7 @@ class Monitor:
 
     def note_plain(self, optimizers: Sequence[Any], outcome: StepOutcome) -> None:
         """Keeps the outcome of a step that a disabled scaler took."""
-        # One for each optimizer: whoever disables a scaler need not call update().
+        # One for each optimizer: with a disabled scaler, update() need not be called.
         key = self.key_of(optimizers)
         self.steps = [each for each in self.steps if self.key_of(each.optimizers) != key]
         self.steps.append(PlainStep(list(optimizers), outcome))
@@ -266,7 +266,7 @@ _NO_LAYOUT = Layout((), ())
 
 
 def _warn_of_loss(count: int) -> None:
-    """Says that the log was too short."""
+    """Warns that the log was too short."""
     warnings.warn(
         f"The results of {count} steps in CUDA graphs are lost: they have no events, and nothing "
         f"follows them. flush() has to be called at least every {ROWS:,} replays.",

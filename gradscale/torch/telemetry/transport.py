@@ -34,7 +34,7 @@ def _accelerator() -> str | None:
 
 
 def event_on(device: torch.device) -> torch.Event | None:
-    """An event for the work on `device`; None where nobody need wait, or nobody can tell."""
+    """An event for the work on `device`; None where there are no events."""
     return torch.Event(device) if device.type == _accelerator() else None
 
 
