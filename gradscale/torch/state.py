@@ -322,10 +322,7 @@ class ScaleState:
     def field(self, name: str) -> Tensor | None:
         """A field of the live state as a tensor: torch's names `_scale` and `_growth_tracker`."""
         value = getattr(self.live, name, None)
-        if value is None or isinstance(value, Tensor):
-            return value
-        dtype = torch.float32 if isinstance(value, float) else torch.int32
-        return torch.full((), value, dtype=dtype, device="cpu")
+        return None if value is None else _as_tensor(value)
 
     def put(self, name: str, value: Any) -> None:
         """Sets a field of the live state to what others assign to torch's private names."""
@@ -341,14 +338,7 @@ class ScaleState:
         """All that ranks must have the same of: scales, and what is counted for them."""
         states = [self.live, *(self.losses[key] for key in sorted(self.losses, key=str))]
         values = [*(value for state in states for value in state), self.counters.bad_losses]
-        if not self.on_host:
-            return values
-        return [
-            torch.tensor(
-                v, dtype=torch.float32 if isinstance(v, float) else torch.int32, device="cpu"
-            )
-            for v in values
-        ]
+        return list(map(_as_tensor, values))
 
     def restore(self, values: Sequence[Tensor]) -> None:
         """Takes over what `guarded()` of another rank gave."""
@@ -421,27 +411,21 @@ class ScaleState:
         return list(saved.skipped_in_a_row)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state in plain numbers, on no device. Waits for the device."""
-        state, counters, losses = self.numbers()
-        return {
-            "policy": self.policy,
-            "format": self.format,
-            "initial": state,
-            "live": None,
-            "device": None,
-            "on_host": True,
-            "packed": None,
-            "copy": None,
-            "replayed": False,
-            "_kernel": None,
-            "counters": Counters(**counters),
-            "losses": losses,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        """The attributes of a copy that is on no device. Waits for the device."""
+        copy = ScaleState(self.policy, self.format)
+        copy.initial, counters, copy.losses = self.numbers()
+        copy.counters = Counters(**counters)
+        return copy.__dict__
 
 
 def plain(state: Any) -> Any:
     """`state` in plain numbers. Waits for the device."""
     return type(state)(*(v.item() if isinstance(v, Tensor) else v for v in state))
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """A field of a state as a tensor: itself, or a number in float32 or int32 on the CPU."""
+    if isinstance(value, Tensor):
+        return value
+    dtype = torch.float32 if isinstance(value, float) else torch.int32
+    return torch.full((), value, dtype=dtype, device="cpu")
