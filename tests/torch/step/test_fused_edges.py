@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD
 
 from cpu_graph import CpuGraph, keep_in_tensors
-from gradscale import Dynamic
+from gradscale import Dynamic, Static, StuckError
 from gradscale.torch import GradScaler
 from gradscale.torch.grads import dispatch as kernels
 
@@ -243,5 +243,38 @@ def test_a_captured_backward_pass_and_an_eager_step_have_the_scale_of_the_replay
         graph.replay()
         scaler.unscale_(optimizer)
         assert w.grad.tolist() == [1.0, 1.0]
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_skips_are_counted_where_no_scale_moves() -> None:
+    """A record whose scale has not moved is read all the same if its step was skipped."""
+    weight = ones()
+    optimizer = SGD([weight], lr=1.0, fused=True)
+    with kernels.use("triton"):
+        scaler = GradScaler(HERE, policy=Static(init_scale=4.0), on_stuck="raise", stuck_after=3)
+        for factor in (1.0, math.inf, math.inf, math.inf):
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        with pytest.raises(StuckError, match="3 steps in a row"):
+            scaler.flush()
+
+
+@pytest.mark.skipif(HERE == "cuda", reason="a graph of the CPU")
+def test_a_capture_in_the_middle_of_an_iteration_copies_the_scale_in_every_replay() -> None:
+    scaler, w = GradScaler("cpu", init_scale=8.0, growth_interval=1), torch.ones(2)
+    keep_in_tensors(scaler)
+    optimizer = SGD([w.requires_grad_()], lr=0.0)
+    w.grad = torch.zeros(2)
+    scaler.scale(w.sum())  # begins an iteration with a scale of 8
+    graph = CpuGraph()
+    with graph:
+        w.grad.zero_()
+        scaler.scale(w.sum()).backward()
+    for scale in (8.0, 16.0, 32.0):
+        graph.replay()
+        assert w.grad.tolist() == [scale, scale]
         scaler.step(optimizer)
         scaler.update()
