@@ -396,14 +396,3 @@ def test_a_thousand_steps_never_wait_and_every_outcome_is_right(no_sync: Any) ->
         assert math.isnan(norm) if step in bad else norm == pytest.approx(8.0, rel=2.0**-22)
         state = policy.update(state, GradStats(finite=step not in bad))
     assert scaler.get_scale() == state.scale
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_parameter_of_two_optimizers_is_unscaled_once(fused: bool, device: str) -> None:
-    w = torch.ones(2, device=device, requires_grad=True)
-    optimizers = [SGD([w], lr=lr, fused=fused) for lr in (1.0, 2.0)]
-    scaler = GradScaler(device, init_scale=8.0)
-    scaler.backward(w.sum())
-    scaler.apply(optimizers, clip_norm=100.0)
-    assert w.tolist() == [-2.0, -2.0]
