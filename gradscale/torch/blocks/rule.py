@@ -5,7 +5,7 @@ A pure function of whole numbers, for all blocks at once and without waiting for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,19 +60,16 @@ class BlockPolicy:
     rest: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("target", "low", "high", "drop", "rest"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SettingError(f"{name} must be a whole number, got {value!r}.")
+            if name in ("drop", "rest") and value < 1:
+                raise SettingError(f"{name} must be >= 1, got {value}.")
         if not _FLOOR <= self.low <= self.target <= self.high <= 16:
             raise SettingError(
                 f"low, target and high must rise from -14 to 16, got {self.low}, {self.target}, "
                 f"{self.high}."
             )
-        if self.drop < 1:
-            raise SettingError(f"drop must be >= 1, got {self.drop}.")
-        if self.rest < 1:
-            raise SettingError(f"rest must be >= 1, got {self.rest}.")
 
     def init(self, num_blocks: int, device: torch.device) -> BlockState:
         """Every block at the scale 1."""
