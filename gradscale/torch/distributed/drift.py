@@ -1,4 +1,4 @@
-"""Whether ranks that should agree have the same scale, looked at every now and then."""
+"""A check, every 64 steps, that ranks that decide together have the same scale."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Guarded(Protocol):
 
 
 class Drift:
-    """A guard against scales that differ from rank to rank, by a checksum of each.
+    """Compares checksums of the scale between ranks.
 
-    A mark travels with the words of every 64th step, and is looked at with the next one, so that
-    nobody waits for the device.
+    A checksum is part of the report of every 64th step, and is read with the next one, so that
+    nothing waits for the device.
     """
 
     def __init__(self, on_drift: str = "raise") -> None:
@@ -44,32 +44,29 @@ class Drift:
         self._repairs = on_drift == "repair"
         self._count = 0
         self._sent: list[tuple[weakref.ref[Any], Sent]] = []
-        self._due: list[tuple[weakref.ref[Any], Sent]] = []
+        self._due = self._sent
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ("repair" if self._repairs else "raise",)
 
     def mark(self, state: Guarded) -> Tensor | float:
-        """A checksum of `state`, in a step in which checksums travel; else 0.
+        """A checksum of `state`, in every 64th step; else 0.
 
-        First looks at those that have arrived, which all ranks do at the same place: here.
+        First compares those that have arrived, which all ranks do at the same place: here.
         """
         self._check(state)
         self._count += 1
         if self._count % EVERY != 1 or capturing():
             return 0.0
-        words = [
-            value.view(torch.int32) if value.is_floating_point() else value
-            for value in state.guarded()
-        ]
-        total = torch.zeros_like(words[0], dtype=torch.int64)
-        for place, value in enumerate(words):
-            total = total * 31 + value.to(torch.int64) + place
+        total: Any = 0
+        for place, value in enumerate(state.guarded()):
+            word = value.view(torch.int32) if value.is_floating_point() else value
+            total = total * 31 + word.to(torch.int64) + place
         # A prime, because two binades are 2**24 in the bits of a float32.
         return (total % 16777213).to(torch.float32)
 
     def take(self, marks: Marks) -> None:
-        """Has the `marks` of all ranks come to the host, by the time that others are sent."""
+        """Sends the `marks` of all ranks to the host, where they are read after the next ones."""
         if self._count % EVERY != 1 or capturing():
             return
         sent = [(weakref.ref(process), Sent.away(each.clone())) for process, each in marks]
@@ -83,7 +80,7 @@ class Drift:
             if group is None:
                 continue
             marks = sent.read().tolist()
-            # One below 0 stands for ranks that differ among themselves.
+            # One below 0 means ranks that differ among themselves.
             sound = next((rank for rank, mark in enumerate(marks) if mark >= 0), 0)
             odd = [rank for rank, mark in enumerate(marks) if mark != marks[sound] or mark < 0]
             if not odd:
