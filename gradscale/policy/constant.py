@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.policy.arrays import new, scalars
-from gradscale.policy.settings import as_flag, as_scale, call_of, settle
+from gradscale.policy.settings import as_flag, as_scale, call_of, store
 from gradscale.policy.stats import GradStats
 
 
@@ -60,7 +60,7 @@ class Static:
 
     def __post_init__(self) -> None:
         as_flag("exact", self.exact)
-        settle(self, "init_scale", as_scale("init_scale", self.init_scale, self.exact))
+        store(self, "init_scale", as_scale("init_scale", self.init_scale, self.exact))
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from gradscale.errors import SettingError
-from gradscale.formats import FLOAT32
+from gradscale.formats import FLOAT32, format_named
 from gradscale.policy.arrays import float32
 
 
@@ -22,16 +24,25 @@ MAX_SCALE = DefaultBound(2.0**64)
 """The default ceiling."""
 
 
-def settle_scales(policy: Any, exact: bool) -> None:
-    """Checks `init_scale` and its bounds; moves default bounds that exclude it."""
+def check(
+    policy: Any,
+    counts: Iterable[str] = (),
+    factors: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> None:
+    """Checks and converts the settings of a policy, in its `__post_init__`.
+
+    `init_scale`, its bounds, `exact` and `format`, where there are such; default bounds that
+    exclude `init_scale` are moved. And the `counts`, and the `factors` with what they are between.
+    """
+    exact = as_flag("exact", getattr(policy, "exact", True))
     for name in ("init_scale", "min_scale", "max_scale"):
-        settle(policy, name, as_scale(name, getattr(policy, name), exact))
+        store(policy, name, as_scale(name, getattr(policy, name), exact))
     low, high, start = policy.min_scale, policy.max_scale, policy.init_scale
     kept = float32(start)  # as it is in a state
     if isinstance(low, DefaultBound):
-        settle(policy, "min_scale", DefaultBound(min(low, start, kept)))
+        store(policy, "min_scale", DefaultBound(min(low, start, kept)))
     if isinstance(high, DefaultBound):
-        settle(policy, "max_scale", DefaultBound(max(high, start, kept)))
+        store(policy, "max_scale", DefaultBound(max(high, start, kept)))
     default = isinstance(low, DefaultBound) or isinstance(high, DefaultBound)
     if not default and not low <= high:
         raise SettingError(
@@ -42,6 +53,13 @@ def settle_scales(policy: Any, exact: bool) -> None:
             f"init_scale must lie within min_scale {policy.min_scale} and max_scale "
             f"{policy.max_scale}, got {start}."
         )
+    for name, (above, below) in factors.items():
+        powers = exact and hasattr(policy, "exact")  # only there the factors multiply the scale
+        store(policy, name, as_factor(name, getattr(policy, name), above, below, powers))
+    for name in counts:
+        store(policy, name, as_count(name, getattr(policy, name)))
+    if hasattr(policy, "format"):
+        format_named(policy.format)
 
 
 def given(policy: Any) -> dict[str, Any]:
@@ -64,7 +82,7 @@ def call_of(policy: Any) -> str:
     return f"{type(policy).__name__}({listed(given(policy))})"
 
 
-def settle(policy: Any, name: str, value: Any) -> None:
+def store(policy: Any, name: str, value: Any) -> None:
     """Sets a field of a frozen dataclass, in its `__post_init__`."""
     object.__setattr__(policy, name, value)
 

@@ -46,7 +46,7 @@ def initial(name: str, missing: float) -> Any:
 
 
 def live(name: str) -> Any:
-    """A field of the state as a tensor, None before the first loss; setting it ends the iteration."""
+    """A field of the state as a tensor, None before the first loss; setting ends the iteration."""
 
     def put(scaler: Any, value: Any) -> None:
         scaler._state.put(name, value)
