@@ -20,7 +20,7 @@ EXPLANATIONS = {
     "scale too low": "gradients are finite, but once unscaled too large for the format in which "
     "they are stored: they have exploded, or were changed after unscale_()",
     "scale too high": "gradients overflow: lower a scale that is fixed; one that moves is still "
-    "falling, and will settle unless the gradients have exploded",
+    "falling, and will stop unless the gradients have exploded",
 }
 """Every verdict, in the order in which they are tried, and what it means."""
 

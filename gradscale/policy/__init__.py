@@ -2,7 +2,8 @@
 
 A policy is a frozen dataclass of settings with two pure functions: `init` returns the first state,
 `update` the state after a step. They use only operations that have the same names in numpy, torch,
-jax.numpy and keras.ops. A state is float32 and int32 everywhere.
+jax.numpy and keras.ops. A state is float32 and int32 everywhere. `goes_by` are the fields of
+`GradStats` that `update` needs besides the flags.
 """
 
 from __future__ import annotations

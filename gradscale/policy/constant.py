@@ -27,7 +27,6 @@ class Off:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of `GradStats` that `update` needs besides the flags."""
 
     @property
     def init_scale(self) -> float:
@@ -53,7 +52,6 @@ class Static:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = field(kw_only=False)
     exact: bool = True
     """Whether the scale must be a power of two, so that unscaling is exact."""

@@ -68,7 +68,6 @@ class Dynamic:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5

@@ -46,7 +46,6 @@ class Histogram:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax",)
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     threshold: float = 1e-7
     """The share of the elements that may be above the edge, where `upper` is measured."""

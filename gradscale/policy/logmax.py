@@ -49,7 +49,6 @@ class LogMax:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax",)
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     decay: float = 0.99
     """Decay of the mean per step."""

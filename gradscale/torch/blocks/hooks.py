@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,6 @@ from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
 _marks = itertools.count()
 _EARLY = 16
 """The first updates, in which gradients are measured every time."""
-
-
-class _Made(NamedTuple):
-    """A tensor that a block has returned."""
-
-    seen: Tensor
-    """As others see it: behind the border."""
-    node: Any
-    """Its `grad_fn`; None while it is compiled."""
-    made: Tensor
-    """As the block has made it."""
-    maker: int
-    """The place of the block."""
 
 
 class BlockHooks:
@@ -54,10 +41,11 @@ class BlockHooks:
         self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
         self.mark = next(_marks)
         self._num_updates = 0
-        self.made: list[_Made] = []
-        """What the last block returned."""
+        self.made: list[tuple[Tensor, Any, Tensor, int]] = []
+        """What the last block returned: behind its border, the `grad_fn` of that (None while
+        compiling), the tensor before the border, and the place of the block."""
         self._own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
-        """The true weights of modules that are running."""
+        """The weights that were replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
         self.device = _device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
@@ -84,7 +72,7 @@ class BlockHooks:
     def _enter(
         self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of a block, behind its border."""
+        """The arguments of a block, behind its border: a forward pre-hook."""
         if not torch.is_grad_enabled():
             return None
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
@@ -109,7 +97,7 @@ class BlockHooks:
         return cross(x, None, shut, None, leaving, (self.mark, place, OUTSIDE))
 
     def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output of a block, behind its border."""
+        """The output of a block, behind its border: a forward hook."""
         if not torch.is_grad_enabled():
             return None
         self.made = []
@@ -125,7 +113,7 @@ class BlockHooks:
         entering = self._meter(ENTERING, place)
         seen = cross(made, self._opened[place], None, entering, None, route)
         node = None if torch.compiler.is_compiling() else seen.grad_fn
-        self.made.append(_Made(seen, node, made, place))
+        self.made.append((seen, node, made, place))
         return seen
 
     def _lend(
@@ -160,7 +148,7 @@ class BlockHooks:
             owner._parameters[name] = view  # type: ignore[assignment]
 
     def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Gives a module its weights back."""
+        """Restores the weights of a module."""
         for owner, name, param in self._own.pop(module, ()):
             owner._parameters[name] = param
 

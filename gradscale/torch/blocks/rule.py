@@ -1,4 +1,4 @@
-"""Where the scale of every block goes, from the largest gradients that were seen at its border.
+"""The rule that moves the scale of every block, by the largest gradients at its border.
 
 A pure function of whole numbers, for all blocks at once and without waiting for the device.
 """
@@ -26,7 +26,7 @@ _WEIGHTS = 2
 
 
 class BlockState(NamedTuple):
-    """What is known of the blocks, in the order of the forward pass."""
+    """The state of the blocks, in the order of the forward pass."""
 
     exponents: Tensor
     """int32: inside of the block, gradients are larger by two to the power of this."""
@@ -40,8 +40,8 @@ class BlockPolicy:
 
         entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,
             all at the scale that the block has; amax is the largest of them, weights / 4
-        if entering is 0 or not finite:     # nothing is known, it was lost further up
-            move as the nearest block above of which something is known
+        if entering is 0 or not finite:     # it was lost in a later block
+            move as the nearest later block whose gradient is neither
         elif leaving or weights is not finite:
             move by -drop                   # or more, or less: entering goes to 2**target at most,
             resting += rest                 # and not below 2**-14

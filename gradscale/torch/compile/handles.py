@@ -1,7 +1,7 @@
 """Integer handles for scalers and optimizers in compiled graphs.
 
-Operators are given a number and find its owner again. Outcomes, which must be remembered between
-two calls, have numbers of their own, as tensors that travel through the graph.
+Operators take a number and look up its owner. Outcomes have numbers of their own, as tensors that
+are values of the graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScalerHandle:
         self.number = register(scaler)
         with torch.inference_mode(False):
             self.order = torch.zeros((), dtype=torch.float32, device="cpu")
-        """An argument of every operator, which `apply` claims to change: so they stay in order."""
+        """An argument of every operator that `apply` declares to change, which keeps the order."""
         self._outcomes: OrderedDict[int, StepOutcome] = OrderedDict()
 
     def keep(self, outcome: StepOutcome) -> Tensor:
@@ -57,15 +57,15 @@ class ScalerHandle:
 
 
 class OptimizerHandle:
-    """What a compiled function needs of an optimizer: **not** `param_groups`.
+    """What a compiled function needs of an optimizer.
 
-    Looking there, it would compile anew for every learning rate.
+    Not `param_groups`, which hold the learning rate: it would compile anew for every value.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.number = register(optimizer)
         self.params: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-        """The very lists, so that what is added to a group is seen."""
+        """The lists of the groups themselves, so that parameters that are added are seen."""
 
 
 def register(owner: object) -> int:

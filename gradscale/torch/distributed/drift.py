@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +20,12 @@ EVERY = 64
 """Steps from one mark to the next."""
 
 
-class Guarded(Protocol):
-    """A state of which all ranks must have the same."""
-
-    def guarded(self) -> list[Tensor]:
-        """Its values."""
-
-    def restore(self, values: Sequence[Tensor]) -> None:
-        """Takes over such values."""
-
-
 class Drift:
     """Compares checksums of the scale between ranks.
 
     A checksum is part of the report of every 64th step, and is read with the next one, so that
-    nothing waits for the device.
+    nothing waits for the device. A state has `guarded()`, the values that must be the same on all
+    ranks, and `restore()`, which takes such values.
     """
 
     def __init__(self, on_drift: str = "raise") -> None:
@@ -49,7 +39,7 @@ class Drift:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ("repair" if self._repairs else "raise",)
 
-    def mark(self, state: Guarded) -> Tensor | float:
+    def mark(self, state: Any) -> Tensor | float:
         """A checksum of `state`, in every 64th step; else 0.
 
         First compares those that have arrived, which all ranks do at the same place: here.
@@ -72,7 +62,7 @@ class Drift:
         sent = [(weakref.ref(process), Sent.away(each.clone())) for process, each in marks]
         self._due, self._sent = self._sent, sent
 
-    def _check(self, state: Guarded) -> None:
+    def _check(self, state: Any) -> None:
         """Raises, or repairs `state`, if the marks that have come differ: on all ranks alike."""
         due, self._due = self._due, []
         for ref, sent in due:

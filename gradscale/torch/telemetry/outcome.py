@@ -89,9 +89,9 @@ class StepOutcome:
         object.__setattr__(self, name, value)
         return value
 
-    def with_(self, **known: Any) -> StepOutcome:
-        """Itself, with these values put in."""
-        for name, value in known.items():
+    def with_(self, **values: Any) -> StepOutcome:
+        """Sets these values; returns the outcome itself."""
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         return self
 
