@@ -124,16 +124,6 @@ def run_all(console: Console, images: Any, steps: int, seed: int) -> list[Trace]
     return traces
 
 
-def power(scale: float) -> str:
-    """The scale as a power of two where it is one.
-
-    >>> power(65536.0), power(1.0), power(3.0)
-    ('2**16', '1', '3')
-    """
-    mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and scale != 1.0 else f"{scale:g}"
-
-
 def share(part: float) -> str:
     """The share as a percentage; only an exact zero is shown as 0.
 
@@ -153,7 +143,8 @@ def demo_table(rows: Sequence[Summary]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         lost = ("-", "-") if row.lost is None else (share(x) for x in row.lost)
-        table.add_row(row.name, f"{row.loss:.4f}", str(row.skipped), *lost, power(row.scale))
+        scale = "1" if row.scale == 1 else f"2**{math.log2(row.scale):g}"
+        table.add_row(row.name, f"{row.loss:.4f}", str(row.skipped), *lost, scale)
     return table
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import OrderedDict
+from collections import deque
 from typing import Any
 
 import torch
@@ -35,19 +35,17 @@ class ScalerHandle:
         with torch.inference_mode(False):
             self.order = torch.zeros((), dtype=torch.float32, device="cpu")
         """An argument of every operator that `apply` declares to change, which keeps the order."""
-        self._outcomes: OrderedDict[int, StepOutcome] = OrderedDict()
+        self._outcomes: deque[tuple[int, StepOutcome]] = deque(maxlen=KEPT)
 
     def keep(self, outcome: StepOutcome) -> Tensor:
         """The number of `outcome`, as a tensor on the CPU."""
-        number = next(reversed(self._outcomes), 0) + 1
-        self._outcomes[number] = outcome
-        if len(self._outcomes) > KEPT:
-            self._outcomes.popitem(last=False)
+        number = self._outcomes[-1][0] + 1 if self._outcomes else 1
+        self._outcomes.append((number, outcome))
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def recall(self, number: Tensor) -> StepOutcome:
         """The outcome that has this number."""
-        outcome = self._outcomes.get(int(number))
+        outcome = dict(self._outcomes).get(int(number))
         if outcome is None:
             raise CallOrderError(
                 f"The outcomes of the last {KEPT} compiled steps are kept, and this one is older. "
