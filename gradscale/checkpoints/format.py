@@ -25,9 +25,9 @@ from gradscale.errors import StateError
 
 VERSION = 1
 BLOCK = "gradscale"
-TORCH_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+"""Torch's settings and their defaults."""
 TORCH_KEYS = ("scale", *TORCH_SETTINGS, "_growth_tracker")
-_TORCH_DEFAULTS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 _COUNTING = ("Off", "Static", "Dynamic")
 """The policies whose states are a scale and counters."""
 
@@ -44,13 +44,13 @@ def write(saved: Saved) -> dict[str, Any]:
     state = dict(saved.state)
     checkpoint = {
         "scale": state.pop("scale"),
-        **{name: settings.pop(name, _TORCH_DEFAULTS[name]) for name in TORCH_SETTINGS},
+        **{name: settings.pop(name, default) for name, default in TORCH_SETTINGS.items()},
         "_growth_tracker": state.pop("good_steps", 0),
     }
     if saved.policy is None:
         others = (settings, state, saved.losses, saved.skipped_in_a_row)
         lost = any(others) or saved.patience is not None
-        if lost or not {*TORCH_SETTINGS} <= {*saved.settings}:
+        if lost or not TORCH_SETTINGS.keys() <= saved.settings.keys():
             raise StateError(
                 "A state without a policy is written with torch's keys alone, and this one has "
                 "other fields, or lacks some: load it into a scaler, and write that scaler's state."

@@ -27,11 +27,7 @@ class Off:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def init_scale(self) -> float:
-        """1.0."""
-        return 1.0
+    init_scale: ClassVar[float] = 1.0
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""

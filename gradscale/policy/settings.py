@@ -6,7 +6,6 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from gradscale.errors import SettingError
@@ -27,12 +26,17 @@ MAX_SCALE = DefaultBound(2.0**64)
 def check(
     policy: Any,
     counts: Iterable[str] = (),
-    factors: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    factors: Mapping[str, tuple[float, float]] | None = None,
 ) -> None:
     """Checks and converts the settings of a policy, in its `__post_init__`.
 
-    `init_scale`, its bounds, `exact` and `format`, where there are such; default bounds that
-    exclude `init_scale` are moved. And the `counts`, and the `factors` with what they are between.
+    These are `init_scale`, `min_scale`, `max_scale`, `exact` and `format` where there are such, and
+    those named here. Default bounds that exclude `init_scale` are moved.
+
+    Args:
+        policy: A policy with a scale that moves.
+        counts: The settings that are whole numbers >= 1.
+        factors: The settings that lie strictly between two numbers, and these.
     """
     exact = as_flag("exact", getattr(policy, "exact", True))
     for name in ("init_scale", "min_scale", "max_scale"):
@@ -53,7 +57,7 @@ def check(
             f"init_scale must lie within min_scale {policy.min_scale} and max_scale "
             f"{policy.max_scale}, got {start}."
         )
-    for name, (above, below) in factors.items():
+    for name, (above, below) in (factors or {}).items():
         powers = exact and hasattr(policy, "exact")  # only there the factors multiply the scale
         store(policy, name, as_factor(name, getattr(policy, name), above, below, powers))
     for name in counts:

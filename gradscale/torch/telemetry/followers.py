@@ -14,18 +14,16 @@ import inspect
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from gradscale.errors import SettingError, caller_level
-from gradscale.monitor import StepRecord
+from gradscale.monitor import Step, StepRecord
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.telemetry.transport import Record
-
-_NOTHING = StepRecord(0, 0.0)
 
 
 class _Follower:
@@ -106,11 +104,11 @@ class Followers:
         if late:
             self._late = record, late
         if len(late) < len(self.all):
-            self._call(record.read(), [follower for follower in self.all if follower.wait])
+            self._call(record.read().steps, [follower for follower in self.all if follower.wait])
 
     def replay(self, record: StepRecord) -> None:
         """Calls the followers of the steps that were applied in a replay."""
-        self._call(record, self.all)
+        self._call(record.steps, self.all)
 
     def catch_up(self) -> None:
         """Calls those without `wait`, for the last record; in a capture, the next time."""
@@ -120,16 +118,16 @@ class Followers:
             return  # it would wait for the record, which ends a capture with an error
         late, self._late = self._late, None
         if late is None:
-            self._call(_NOTHING, [])
+            self._call((), [])
         else:
-            self._call(late[0].read(), late[1])
+            self._call(late[0].read().steps, late[1])
 
-    def _call(self, record: StepRecord, followers: list[_Follower]) -> None:
-        """Calls those of `followers` whose steps in `record` were applied.
+    def _call(self, steps: Iterable[Step], followers: list[_Follower]) -> None:
+        """Calls those of `followers` whose steps were applied.
 
         After one that raises, the others are called the next time.
         """
-        keys: list[Any] = [step.key for step in record.steps if step.applied]
+        keys: list[Any] = [step.key for step in steps if step.applied]
         applied = set().union(*keys)
         for follower in followers:
             ref = follower.optimizer
