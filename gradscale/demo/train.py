@@ -87,7 +87,7 @@ def one_thread() -> Iterator[None]:
     """Lets torch use one thread inside the block.
 
     The layers are too small to share: on two idle cores a second thread gains nothing in float16,
-    and where another program wants its core, waiting for it made the demo five times as slow.
+    and where another program uses that core, waiting for it made the demo five times as slow.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

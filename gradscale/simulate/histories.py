@@ -1,4 +1,4 @@
-"""What the gradients of a training are like, step by step: made up by a name, or from a file."""
+"""Histories of the largest gradients of a training: made up by name, or read from a file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = {
     "jump": "gradients are 12 binades larger from the middle on",
     "heavy": "noise without a variance",
 }
-"""What can be made up, and what it is."""
+"""The histories that can be made up."""
 
 
 def made_up(kind: str, steps: int, runs: int, seed: int = 0) -> History:

@@ -23,7 +23,7 @@ GOOD = 2.0
 
 
 class Report(NamedTuple):
-    """What became of every run. Steps whose loss was not finite are no policy's fault."""
+    """The results of every run. Steps whose loss was not finite do not count as skipped."""
 
     skipped: NDArray[Any]
     """Steps that were not applied although their loss was finite."""

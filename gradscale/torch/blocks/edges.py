@@ -26,7 +26,7 @@ class Border(torch.autograd.Function):
     """A tensor that leaves a block, enters one, or both; its gradient goes the other way.
 
     The gradient is divided by the scale of the block that it leaves (`shut`) and multiplied by
-    that of the block that it enters (`opened`), at once: between two blocks it is never unscaled.
+    that of the block that it enters (`opened`), by one factor: it is never unscaled in between.
     """
 
     @staticmethod

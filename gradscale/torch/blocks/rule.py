@@ -20,7 +20,7 @@ MAX_EXPONENT = 60
 _FLOOR = -14
 """2**-14 is the smallest normal number of float16: no block falls below it because of a fault."""
 _FAULTS = 4
-"""Faults of a block that are remembered."""
+"""The most faults of a block that count at a time."""
 _WEIGHTS = 2
 """Binades by which gradients of weights may be larger: nothing is computed from them."""
 

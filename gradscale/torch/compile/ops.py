@@ -74,7 +74,7 @@ def _begin_pass_shape(grad: Tensor, loss: Tensor, scaler: int) -> Tensor:
     return _scale_shape(grad, loss, scaler).to(loss.dtype)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.scaler = inputs[2]
 
@@ -84,7 +84,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return torch.ops.gradscale.begin_pass(grad, loss, ctx.scaler), None, None
 
 
-_scale.register_autograd(_backward, setup_context=_remember)
+_scale.register_autograd(_backward, setup_context=_setup)
 
 
 # Applying.

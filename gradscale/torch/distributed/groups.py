@@ -309,7 +309,7 @@ def _groups_of(module: nn.Module) -> Iterable[Group]:
         flat = [] if handle is None or "NO_SHARD" in str(strategy) else [handle.flat_param]
         parts = [param for each in flat for param in (getattr(each, "_params", None) or [each])]
         yield Group(module.process_group, True, _by_identity(parts))
-        copies = getattr(module, "_inter_node_pg", None)  # of whom hybrid strategies have some
+        copies = getattr(module, "_inter_node_pg", None)  # in hybrid strategies
         if copies is not None and "HYBRID" in str(strategy):
             yield Group(copies)
 

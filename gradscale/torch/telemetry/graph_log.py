@@ -87,7 +87,7 @@ class GraphLog:
         append(self._log, numbers, known.setdefault((kind, numbers.numel()), len(known)))
 
     def fetch(self, wait: bool = False) -> Fetched | None:
-        """What replays have written since the last call; None if it is still on its way.
+        """What replays have written since the last call; None if it has not arrived.
 
         With `wait` it **waits for the device**, for all that was queued before, on any stream.
         """

@@ -58,7 +58,7 @@ class StepOutcome:
     """float32: the lowest rank with gradients that were not finite, infinity if there is none; None
     where ranks do not decide together."""
     earlier: tuple[StepOutcome, ...] = ()
-    """What became of the same step at higher scales, where it was tried again."""
+    """The outcomes of the same step at higher scales, where it was retried."""
 
     _format: Format | None = None
     _floor: float = 0.0
@@ -121,7 +121,7 @@ class StepOutcome:
         return self._done is not None and self._done.query()
 
     def verdict(self) -> str:
-        """What became of the step, in a few words; **waits for the device**.
+        """The result of the step in a few words; **waits for the device**.
 
         The first that is true of: "applied", "no gradients", "loss not finite", "stuck at the
         floor", "NaN at any scale", "scale too low", "scale too high".
