@@ -69,7 +69,7 @@ def uses_triton(device: torch.device) -> bool:
 def module(name: str) -> Any:
     """A module of `gradscale.torch.grads.triton`, imported when it is first used.
 
-    The kernels are in "measure", "decide", "consensus", "rescale", "adam", "sgd" and "lion".
+    The kernels are in "measure", "decide", "consensus", "rescale" and "fused_step".
     """
     return importlib.import_module(f"gradscale.torch.grads.triton.{name}")
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable
+import functools
+import math
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradscale.torch.compile.handles import OptimizerHandle
-from gradscale.torch.optim.batch import Group, Scaling, TensorLists
-from gradscale.torch.optim.fused import FusedStep, always_fused
-from gradscale.torch.optim.launch_plan import PlannedStep
-from gradscale.torch.optim.master_bits import exact_states
+from gradscale.torch.optim.batch import Group, KernelRule, Scaling, TensorLists
+from gradscale.torch.optim.fused import FusedStep, always_fused, steps_fused
 
 
 class AdamRule:
     """The rule of Adam and of AdamW, which differ in a setting of their groups."""
-
-    kernel = "adam"
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Both averages; the largest second one, for torch's step alone; and the counter."""
@@ -35,9 +30,11 @@ class AdamRule:
             return "the kernel does not take betas that are tensors"
         return None
 
-    def kernel_arguments(self, group: Group) -> tuple[Any, ...]:
-        """betas, eps, and whether weight decay is decoupled."""
-        return group["betas"], group["eps"], group["decoupled_weight_decay"]
+    def kernel_rule(self, group: Group) -> KernelRule:
+        """Both averages."""
+        beta1, beta2 = group["betas"]
+        numbers = (*_numbers(beta1, beta2), float(group["eps"]))
+        return KernelRule("adam", 2, numbers, decoupled=group["decoupled_weight_decay"])
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """Takes the step by torch's fused operator, without torch's search for tensors."""
@@ -68,18 +65,21 @@ class AdamRule:
             torch._foreach_sub_(lists.steps, [scaling.skip] * len(lists.steps))
 
 
-def counted(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with a counter for every parameter that has a master and was never stepped.
-
-    torch looks for one in every state that is not empty.
-    """
-    states = {}
-    for key, own in state["state"].items():
-        missing = isinstance(own, dict) and bool(own) and "step" not in own
-        states[key] = {**own, "step": torch.zeros(())} if missing else own
-    return {**state, "state": defaultdict(dict, states)}
+@functools.lru_cache(maxsize=64)
+def _numbers(beta1: float, beta2: float) -> tuple[float, ...]:
+    """What the kernel takes of the betas."""
+    logs = [math.log2(beta) if beta else -1e30 for beta in (beta1, beta2)]
+    pairs = [part for log in logs for part in _two_floats(log)]
+    return float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2, *pairs
 
 
+def _two_floats(value: float) -> tuple[float, float]:
+    """`value` as a sum of two float32 numbers."""
+    large: float = struct.unpack("f", struct.pack("f", value))[0]
+    return large, value - large
+
+
+@steps_fused
 class Adam(torch.optim.Adam):
     """`torch.optim.Adam`, one pass over memory on CUDA.
 
@@ -96,46 +96,14 @@ class Adam(torch.optim.Adam):
         settings: As torch's.
     """
 
-    _step_supports_amp_scaling = True
-
     def __init__(
         self, *args: Any, master: str = "float32", unscale_grads: bool = False, **settings: Any
     ) -> None:
         self._fused = FusedStep(AdamRule(), master, unscale_grads)
         super().__init__(*args, **always_fused(type(self), settings))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps, or skips where a scaler says so; returns what `closure` returned."""
-        return self._fused.step(self, closure)
 
-    def fused_plan(self) -> PlannedStep | None:
-        """The step with the gradients that there are now, for a scaler; None without kernels."""
-        return self._fused.planned(self)
-
-    def keep_masters(self, master: str) -> None:
-        """Keeps masters in another way from here on, and converts those that exist."""
-        self._fused.keep_masters(master)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does, also for compiled functions."""
-        super().add_param_group(always_fused(type(self), param_group))
-        self._handle = OptimizerHandle(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of an optimizer of the same name, ours or torch's."""
-        with exact_states(self):
-            super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fused": copy.copy(self._fused)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(counted(state))  # type: ignore[no-untyped-call]
-        self._fused.adapt(self)
-        if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
-            self._handle = OptimizerHandle(self)
-
-
+@steps_fused
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, one pass over memory on CUDA.
 
@@ -144,41 +112,8 @@ class AdamW(torch.optim.AdamW):
     Takes the arguments of torch's, and those of `Adam` here; it is always fused.
     """
 
-    _step_supports_amp_scaling = True
-
     def __init__(
         self, *args: Any, master: str = "float32", unscale_grads: bool = False, **settings: Any
     ) -> None:
         self._fused = FusedStep(AdamRule(), master, unscale_grads)
         super().__init__(*args, **always_fused(type(self), settings))
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps, or skips where a scaler says so; returns what `closure` returned."""
-        return self._fused.step(self, closure)
-
-    def fused_plan(self) -> PlannedStep | None:
-        """The step with the gradients that there are now, for a scaler; None without kernels."""
-        return self._fused.planned(self)
-
-    def keep_masters(self, master: str) -> None:
-        """Keeps masters in another way from here on, and converts those that exist."""
-        self._fused.keep_masters(master)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does, also for compiled functions."""
-        super().add_param_group(always_fused(type(self), param_group))
-        self._handle = OptimizerHandle(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of an optimizer of the same name, ours or torch's."""
-        with exact_states(self):
-            super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fused": copy.copy(self._fused)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(counted(state))  # type: ignore[no-untyped-call]
-        self._fused.adapt(self)
-        if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
-            self._handle = OptimizerHandle(self)

@@ -40,11 +40,19 @@ class Scaling(NamedTuple):
     """Whether the gradients are left divided."""
 
 
+class KernelRule(NamedTuple):
+    """What the kernel takes of a group of this optimizer: see grads/triton/fused_step.py."""
+
+    name: str
+    states: int
+    """How many there are that are as large as the parameter."""
+    numbers: tuple[float, ...]
+    decoupled: bool = False
+    nesterov: bool = False
+
+
 class Rule(Protocol):
     """The update rule of an optimizer; `FusedStep` does the rest."""
-
-    kernel: str
-    """The name of its module in grads/triton."""
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The states, in the kernel's order: as large as the parameter; then "step", if counted."""
@@ -52,8 +60,8 @@ class Rule(Protocol):
     def unsupported(self, group: Group) -> str | None:
         """Which of a group's settings the kernel does not implement; None if it does all."""
 
-    def kernel_arguments(self, group: Group) -> tuple[Any, ...]:
-        """What the kernel takes of a group, besides what all kernels take."""
+    def kernel_rule(self, group: Group) -> KernelRule:
+        """How the kernel steps a group."""
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """Takes the step in torch operations; `scaling` is on the device of the parameters."""
@@ -88,11 +96,6 @@ class Batch:
     def columns(self) -> list[list[Tensor]]:
         """For each of `names` the states of all parameters, this rank's parts of them."""
         return [locals_of([state[name] for state in self.states]) for name in self.names]
-
-
-def params_with_grads(groups: list[Group]) -> list[Tensor]:
-    """The parameters that have gradients, in the order of the groups."""
-    return [p for group in groups for p in group["params"] if p.grad is not None]
 
 
 def batches_of(optimizer: Optimizer, params: list[Tensor], rule: Rule, master: str) -> list[Batch]:

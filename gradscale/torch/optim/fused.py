@@ -11,18 +11,22 @@ identities, in C: Python takes half a microsecond for each parameter.
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from gradscale.errors import SettingError, caller_level
+from gradscale.torch.compile.handles import OptimizerHandle
 from gradscale.torch.grads import dispatch
+from gradscale.torch.grads.collect import with_grad
 from gradscale.torch.grads.dtensor import PLAIN, lay_out, local, local_grad, locals_of
 from gradscale.torch.optim import launch_plan, master_bits
 from gradscale.torch.optim.batch import (
@@ -31,7 +35,6 @@ from gradscale.torch.optim.batch import (
     TensorLists,
     batches_of,
     grads_laid_out,
-    params_with_grads,
     strides_of,
 )
 from gradscale.torch.optim.launch_plan import LaunchPlan, PlannedStep
@@ -40,6 +43,7 @@ _GRAD, _DTYPE, _ON_CPU = attrgetter("grad"), attrgetter("dtype"), attrgetter("is
 _PARAMS = itemgetter("params")
 _FIXED = {"fused": True, "foreach": False, "differentiable": False}
 """Settings of torch's that have but one value here."""
+Kind = TypeVar("Kind", bound=Optimizer)
 
 
 class FusedStep:
@@ -65,7 +69,6 @@ class FusedStep:
 
     def forget(self) -> None:
         """Drops the plans."""
-        self._members: Members | None = None
         self._launch_plan: LaunchPlan | None = None
         self._tensor_plan: TensorPlan | None = None
 
@@ -89,7 +92,7 @@ class FusedStep:
             if plan is not None and grads is not None:
                 plan.run(grads, scaling)
             elif (launch := self._current_launch_plan(optimizer)) is not None:
-                launch.run(self._rule, optimizer.state, scaling)
+                launch.run(optimizer.state, scaling)
             else:
                 self._step_by_torch(optimizer, scaling)
         return loss
@@ -101,54 +104,28 @@ class FusedStep:
             grads = plan.grads()
         if plan is None or grads is None:
             self.forget()
-            params = params_with_grads(optimizer.param_groups)
-            self._members = Members(optimizer, params, self._rule, self._master)
-            plan = self._tensor_plan = TensorPlan(self._members, self._rule, self._master)
-            grads = plan.grads() or []
+            params = with_grad(optimizer.param_groups)
+            plan = TensorPlan(Members(optimizer, params, self._rule, self._master))
+            self._tensor_plan, grads = plan, plan.grads() or []
         plan.run(grads, scaling)
 
     def planned(self, optimizer: Optimizer) -> PlannedStep | None:
         """The step by kernels with the gradients that there are now; None if kernels cannot."""
-        plan, holds = self._launch_plan, lambda: self._rest_holds(optimizer)
-        if plan is None or not self._grads_hold(optimizer):
-            plan, holds = self._current_launch_plan(optimizer), lambda: True  # checked just now
+        plan, checked = self._launch_plan, False
+        if plan is None or not plan.grads_hold(optimizer):
+            plan, checked = self._current_launch_plan(optimizer), True
         if plan is None:
             return None
-
-        def run(divisor: Tensor, skip: Tensor) -> None:
-            plan.run(self._rule, optimizer.state, Scaling(divisor, skip, self._unscale_grads))
-
-        return PlannedStep(optimizer, plan, holds, run)
-
-    def _grads_hold(self, optimizer: Optimizer) -> bool:
-        """Whether kernels step the same parameters as before; takes their gradients' addresses."""
-        members, plan = self._members, self._launch_plan
-        return (
-            members is not None
-            and plan is not None
-            and dispatch.uses_triton(plan.params[0].device)
-            and members.same_params(optimizer)
-            and plan.point_to(members.grads())
-        )
-
-    def _rest_holds(self, optimizer: Optimizer) -> bool:
-        """Whether all but the gradients is as the launch plan has it."""
-        members, plan = self._members, self._launch_plan
-        return (
-            members is not None
-            and plan is not None
-            and launch_plan.unsupported_setting(self._rule, optimizer.param_groups) is None
-            and members.same_states(optimizer)
-            and plan.rest_holds()
-        )
+        return PlannedStep(optimizer, plan, checked, self._unscale_grads)
 
     def _current_launch_plan(self, optimizer: Optimizer) -> LaunchPlan | None:
         """The plan of a step by kernels, or None; warns once why."""
-        if self._grads_hold(optimizer) and self._rest_holds(optimizer):
-            return self._launch_plan
+        plan = self._launch_plan
+        if plan is not None and plan.grads_hold(optimizer) and plan.rest_holds(optimizer):
+            return plan
         self._launch_plan = None
         groups = optimizer.param_groups
-        params = params_with_grads(groups)
+        params = with_grad(groups)
         if not any(map(dispatch.uses_triton, {param.device for param in params})):
             return None
         reason = launch_plan.unsupported(self._rule, groups, params)
@@ -162,9 +139,9 @@ class FusedStep:
         with torch.no_grad():
             for param in params:
                 lay_out(param)
-            members = self._members = Members(optimizer, params, self._rule, self._master)
-            plan = self._launch_plan = LaunchPlan(params, members.batches, self._master)
-        plan.point_to(members.grads())
+            plan = LaunchPlan(Members(optimizer, params, self._rule, self._master))
+        self._launch_plan = plan
+        plan.point_to(plan.members.grads())
         return plan
 
     def adapt(self, optimizer: Optimizer) -> None:
@@ -195,11 +172,10 @@ class Members:
 
     def __init__(self, optimizer: Optimizer, params: list[Tensor], rule: Rule, master: str) -> None:
         groups = optimizer.param_groups
-        self.params = params
+        self.params, self.rule, self.master = params, rule, master
         self.batches = batches_of(optimizer, params, rule, master)
         self.sharded = any(batch.sharded for batch in self.batches)
-        self._names_of = rule.state_names
-        self._names = list(map(self._names_of, groups))
+        self._names = list(map(rule.state_names, groups))
         self._groups = list(groups)
         self._lengths = list(map(len, map(_PARAMS, groups)))
         self._all = list(chain.from_iterable(map(_PARAMS, groups)))
@@ -221,7 +197,7 @@ class Members:
         """Whether each still has the state it had, and needs no other; not what is in it."""
         state = optimizer.state
         return (
-            list(map(self._names_of, optimizer.param_groups)) == self._names
+            list(map(self.rule.state_names, optimizer.param_groups)) == self._names
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
         )
@@ -234,14 +210,13 @@ class Members:
 class TensorPlan:
     """Everything that torch operations step."""
 
-    def __init__(self, members: Members, rule: Rule, master: str) -> None:
+    def __init__(self, members: Members) -> None:
         self._members = members
-        self._rule = rule
         self._columns = [batch.columns() for batch in members.batches]
         """For each batch and name the states of all parameters."""
         self._getters = [list(map(itemgetter, batch.names)) for batch in members.batches]
         self._halves = [
-            master_bits.HalfStep(batch.params, batch.states, master) if batch.half else None
+            master_bits.HalfStep(batch.params, batch.states, members.master) if batch.half else None
             for batch in members.batches
         ]
         self._dtypes = list(map(_DTYPE, members.params))
@@ -317,7 +292,7 @@ class TensorPlan:
                 steps = columns[count]
             try:
                 lists = TensorLists(params, wide, columns[:count], steps)
-                self._rule.step(batch.group, lists, moved)
+                self._members.rule.step(batch.group, lists, moved)
             finally:
                 if half is not None:
                     half.end(params)
@@ -335,3 +310,61 @@ def always_fused(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
         if given not in (None, value):
             raise SettingError(f"{name} is {value} in gradscale's {kind.__name__}, got {given!r}.")
     return {**rest, "fused": True}
+
+
+def steps_fused(kind: type[Kind]) -> type[Kind]:
+    """`kind`, optimizers that hold a `FusedStep` as `_fused`, with the methods that use it."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps, or skips where a scaler says so; returns what `closure` returned."""
+        return self._fused.step(self, closure)
+
+    def fused_plan(self: Any) -> PlannedStep | None:
+        """The step with the gradients that there are now, for a scaler; None without kernels."""
+        plan: PlannedStep | None = self._fused.planned(self)
+        return plan
+
+    def keep_masters(self: Any, master: str) -> None:
+        """Keeps masters in another way from here on, and converts those that exist."""
+        self._fused.keep_masters(master)
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does, also for compiled functions."""
+        theirs = "fused" in self.defaults  # torch's setting: not of an optimizer that is only ours
+        super(kind, self).add_param_group(
+            always_fused(type(self), param_group) if theirs else param_group
+        )
+        self._handle = OptimizerHandle(self)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Loads the state of an optimizer of the same name, ours or torch's."""
+        with master_bits.exact_states(self):
+            super(kind, self).load_state_dict(state_dict)
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return {**super(kind, self).__getstate__(), "_fused": copy.copy(self._fused)}
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        super(kind, self).__setstate__(_counted(state) if issubclass(kind, Adam) else state)
+        self._fused.adapt(self)
+        if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
+            self._handle = OptimizerHandle(self)
+
+    methods = (step, fused_plan, keep_masters, add_param_group, load_state_dict)
+    for method in (*methods, __getstate__, __setstate__):
+        method.__qualname__ = f"{kind.__qualname__}.{method.__name__}"
+        setattr(kind, method.__name__, method)
+    kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return kind
+
+
+def _counted(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with a counter for every parameter that has a master and was never stepped.
+
+    torch's Adam looks for one in every state that is not empty.
+    """
+    states = {}
+    for key, own in state["state"].items():
+        missing = isinstance(own, dict) and bool(own) and "step" not in own
+        states[key] = {**own, "step": torch.zeros(())} if missing else own
+    return {**state, "state": defaultdict(dict, states)}

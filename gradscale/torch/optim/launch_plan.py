@@ -8,7 +8,7 @@ before, which is the usual case, nothing is sent to the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from gradscale.torch.step.contract import step_on_device
 
 if TYPE_CHECKING:
     from gradscale.torch.grads.triton.tables import Table
+    from gradscale.torch.optim.fused import Members
 
 _BYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")
 _INSTANCE_OVERRIDES = {"step", "grad_scale", "found_inf"}
@@ -98,44 +99,34 @@ class _Launch:
         """Takes the `addresses` of all gradients of the step."""
         self.table.point_to([*self.batch.own(addresses), *self._fixed])
 
-    def run(self, rule: Rule, master: str, scaling: Scaling) -> None:
-        """Launches the kernel of `rule`."""
-        from gradscale.torch.grads.triton.fused_step import Step
-
+    def run(self, members: Members, scaling: Scaling) -> None:
+        """Launches the kernel."""
         batch, divisor = self.batch, scaling.divisor
-        if divisor is not None:
-            if divisor.dim():  # one for each parameter
-                own = batch.own(divisor)
-                divisor = own if isinstance(own, Tensor) else torch.stack(list(own))
-            divisor = divisor.to(torch.float32)
-        step = Step(
+        dispatch.module("fused_step").step(
             self.table,
             batch.dtype,
-            master if batch.half else None,
-            batch.group["lr"],
-            batch.group["weight_decay"],
-            batch.group["maximize"],
-            divisor,
+            members.master if batch.half else None,
+            batch.group,
+            None if divisor is None else divisor.to(torch.float32),
             scaling.skip,
             scaling.unscale_grads,
+            *members.rule.kernel_rule(batch.group),
         )
-        dispatch.module(rule.kernel).step(step, *rule.kernel_arguments(batch.group))
 
 
 class LaunchPlan:
     """Everything that the kernels step, with its addresses."""
 
-    def __init__(self, params: list[Tensor], batches: list[Batch], master: str) -> None:
-        self.params = params
-        self._launches = [_Launch(batch) for batch in batches]
-        self._master = master
-        self._params_at = dispatch.addresses_of_plain(locals_of(params))
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self._launches = [_Launch(batch) for batch in members.batches]
+        self._params_at = dispatch.addresses_of_plain(locals_of(members.params))
         self._grads_at: Any = None
         self._bytes: list[int] = []
         """Of the gradients: a view, or another format, at the same address has another number."""
-        self._adopts = master == "float32" and any(batch.half for batch in batches)
+        self._adopts = members.master == "float32" and any(b.half for b in members.batches)
         """Whether there are float32 masters, which must take over what others write to weights."""
-        self._versions = list(map(_VERSION, self.params))
+        self._versions = list(map(_VERSION, members.params))
         """Of the parameters, when they were last read or written here."""
 
     def tables(self) -> list[tuple[torch.dtype, Table]]:
@@ -163,69 +154,77 @@ class LaunchPlan:
             launch.point_to(found.pointers)
         return True
 
-    def rest_holds(self) -> bool:
-        """Whether the parameters and their states are where they were."""
-        if not all(launch.states_hold() for launch in self._launches):
-            return False
-        return bool(dispatch.addresses_of_plain(locals_of(self.params)) == self._params_at)
+    def grads_hold(self, optimizer: Optimizer) -> bool:
+        """Whether kernels step the same parameters as before; takes their gradients' addresses."""
+        members = self.members
+        return (
+            dispatch.uses_triton(members.params[0].device)
+            and members.same_params(optimizer)
+            and self.point_to(members.grads())
+        )
 
-    def run(self, rule: Rule, state: dict[Any, dict[str, Any]], scaling: Scaling) -> None:
+    def rest_holds(self, optimizer: Optimizer) -> bool:
+        """Whether all but the gradients is as it was: settings, states, and where they are."""
+        members = self.members
+        return (
+            unsupported_setting(members.rule, optimizer.param_groups) is None
+            and members.same_states(optimizer)
+            and all(launch.states_hold() for launch in self._launches)
+            and dispatch.addresses_of_plain(locals_of(members.params)) == self._params_at
+        )
+
+    def run(self, state: dict[Any, dict[str, Any]], scaling: Scaling) -> None:
         """Takes the step."""
+        params = self.members.params
         if self._adopts:
             self._adopt_edits(state)
         for launch in self._launches:
-            launch.run(rule, self._master, scaling)
+            launch.run(self.members, scaling)
         # A kernel leaves no trace for autograd.
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(params)
         if self._adopts:
-            self._versions = list(map(_VERSION, self.params))
+            self._versions = list(map(_VERSION, params))
 
     @torch.no_grad()
     def _adopt_edits(self, state: dict[Any, dict[str, Any]]) -> None:
         """Writes weights that others have changed since the last step to their masters."""
-        versions = list(map(_VERSION, self.params))
+        params = self.members.params
+        versions = list(map(_VERSION, params))
         if versions == self._versions:
             return
-        for param, then, now in zip(self.params, self._versions, versions, strict=True):
+        for param, then, now in zip(params, self._versions, versions, strict=True):
             if then != now and param.dtype in master_bits.HALF_DTYPES:
                 master = state[param][master_bits.MASTER]
                 master_bits.adopt_edits([local(param)], [local(master)])
 
 
+@dataclass(frozen=True)
 class PlannedStep:
-    """A step whose gradients have been found and checked: `step.contract.FusedPlan`.
+    """A step whose gradients have been found and checked: `step.contract.FusedPlan`."""
 
-    Args:
-        optimizer: Whose step it is.
-        plan: What is launched.
-        holds: Whether all but the gradients is still as `plan` has it.
-        run: Launches `plan` with a divisor, and what says whether to skip.
-    """
+    optimizer: Optimizer
+    plan: LaunchPlan
+    checked: bool
+    """Whether all but the gradients has been checked, too."""
+    unscale_grads: bool
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        plan: LaunchPlan,
-        holds: Callable[[], bool],
-        run: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        self._optimizer = optimizer
-        self._plan = plan
-        self._holds = holds
-        self._run = run
-        self.params = plan.params
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters that have gradients, in the order of the groups."""
+        return self.plan.members.params
 
     def tables(self) -> list[tuple[torch.dtype, Table]]:
         """The dtype and the address table of every launch; a table's first row are gradients."""
-        return self._plan.tables()
+        return self.plan.tables()
 
     def step(self, divisor: Tensor, skip: Tensor) -> None:
         """Steps with gradients divided by `divisor`, unless `skip` is not 0."""
-        if _calls_user_code(self._optimizer) or not self._holds():
-            step_on_device(self._optimizer, divisor, skip, (), {})
+        optimizer, plan = self.optimizer, self.plan
+        if _calls_user_code(optimizer) or not (self.checked or plan.rest_holds(optimizer)):
+            step_on_device(optimizer, divisor, skip, (), {})
         else:
             # The wrapper that torch puts around `step()` costs as much as the launch of a kernel.
-            self._run(divisor, skip)
+            plan.run(optimizer.state, Scaling(divisor, skip, self.unscale_grads))
 
 
 def _calls_user_code(optimizer: Optimizer) -> bool:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from gradscale.errors import SettingError
-from gradscale.torch.compile.handles import OptimizerHandle
-from gradscale.torch.optim.batch import Group, Scaling, TensorLists
-from gradscale.torch.optim.fused import FusedStep
-from gradscale.torch.optim.launch_plan import PlannedStep
-from gradscale.torch.optim.master_bits import exact_states
+from gradscale.torch.optim.batch import Group, KernelRule, Scaling, TensorLists
+from gradscale.torch.optim.fused import FusedStep, steps_fused
 
 
 class LionRule:
     """The rule of Lion."""
-
-    kernel = "lion"
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The average."""
@@ -31,9 +22,10 @@ class LionRule:
         """None: the kernel implements all settings."""
         return None
 
-    def kernel_arguments(self, group: Group) -> tuple[Any, ...]:
+    def kernel_rule(self, group: Group) -> KernelRule:
         """Both betas."""
-        return (group["betas"],)
+        numbers = [number for beta in group["betas"] for number in (float(beta), 1.0 - beta)]
+        return KernelRule("lion", 1, tuple(numbers), decoupled=True)
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """One parameter after the other, in torch operations."""
@@ -60,6 +52,7 @@ def _stepped(param: Tensor, grad: Tensor, average: Tensor, group: Group) -> tupl
     return new, second * average + (1 - second) * grad
 
 
+@steps_fused
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al., 2023), one pass over memory on CUDA.
 
@@ -74,8 +67,6 @@ class Lion(torch.optim.Optimizer):
         master: As in `Adam`.
         unscale_grads: As in `Adam`.
     """
-
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -97,34 +88,3 @@ class Lion(torch.optim.Optimizer):
         self._fused = FusedStep(LionRule(), master, unscale_grads)
         settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, settings)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps, or skips where a scaler says so; returns what `closure` returned."""
-        return self._fused.step(self, closure)
-
-    def fused_plan(self) -> PlannedStep | None:
-        """The step with the gradients that there are now, for a scaler; None without kernels."""
-        return self._fused.planned(self)
-
-    def keep_masters(self, master: str) -> None:
-        """Keeps masters in another way from here on, and converts those that exist."""
-        self._fused.keep_masters(master)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does, also for compiled functions."""
-        super().add_param_group(param_group)
-        self._handle = OptimizerHandle(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of an optimizer of the same name, ours or torch's."""
-        with exact_states(self):
-            super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fused": copy.copy(self._fused)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._fused.adapt(self)
-        if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
-            self._handle = OptimizerHandle(self)

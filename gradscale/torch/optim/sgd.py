@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradscale.torch.compile.handles import OptimizerHandle
-from gradscale.torch.optim.batch import Group, Scaling, TensorLists
-from gradscale.torch.optim.fused import FusedStep, always_fused
-from gradscale.torch.optim.launch_plan import PlannedStep
-from gradscale.torch.optim.master_bits import exact_states
+from gradscale.torch.optim.batch import Group, KernelRule, Scaling, TensorLists
+from gradscale.torch.optim.fused import FusedStep, always_fused, steps_fused
 
 
 class SGDRule:
     """The rule of SGD."""
-
-    kernel = "sgd"
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """With momentum its buffer, and a counter: the first step takes no dampening."""
@@ -30,9 +23,11 @@ class SGDRule:
         """None: the kernel implements all settings."""
         return None
 
-    def kernel_arguments(self, group: Group) -> tuple[Any, ...]:
-        """momentum, dampening, nesterov."""
-        return group["momentum"], group["dampening"], group["nesterov"]
+    def kernel_rule(self, group: Group) -> KernelRule:
+        """The momentum, and the share of a gradient that dampening leaves."""
+        momentum = float(group["momentum"])
+        numbers = (momentum, 1.0 - group["dampening"])
+        return KernelRule("sgd", int(momentum != 0), numbers, nesterov=group["nesterov"])
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """Takes torch's fused step."""
@@ -82,6 +77,7 @@ def _chosen(lists: TensorLists, mask: list[bool]) -> TensorLists:
     )
 
 
+@steps_fused
 class SGD(torch.optim.SGD):
     """`torch.optim.SGD`, one pass over memory on CUDA.
 
@@ -93,41 +89,9 @@ class SGD(torch.optim.SGD):
 
     _begins_with_zeros = True
     """A first step that is skipped leaves zeros in the momentum buffers."""
-    _step_supports_amp_scaling = True
 
     def __init__(
         self, *args: Any, master: str = "float32", unscale_grads: bool = False, **settings: Any
     ) -> None:
         self._fused = FusedStep(SGDRule(), master, unscale_grads)
         super().__init__(*args, **always_fused(type(self), settings))
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps, or skips where a scaler says so; returns what `closure` returned."""
-        return self._fused.step(self, closure)
-
-    def fused_plan(self) -> PlannedStep | None:
-        """The step with the gradients that there are now, for a scaler; None without kernels."""
-        return self._fused.planned(self)
-
-    def keep_masters(self, master: str) -> None:
-        """Keeps masters in another way from here on, and converts those that exist."""
-        self._fused.keep_masters(master)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch does, also for compiled functions."""
-        super().add_param_group(always_fused(type(self), param_group))
-        self._handle = OptimizerHandle(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of an optimizer of the same name, ours or torch's."""
-        with exact_states(self):
-            super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fused": copy.copy(self._fused)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._fused.adapt(self)
-        if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
-            self._handle = OptimizerHandle(self)

@@ -1,4 +1,4 @@
-"""What the steps of all optimizers share: the piece that a program takes, and where weights are.
+"""The steps of all optimizers in one pass: unscale, clip, skip and step, all read from the device.
 
 A weight in float16 or bfloat16 has a master of 32 bits: either a float32 of its own beside it, or
 16 more bits that make one together with it. For bfloat16 those bits are exactly the missing half of
@@ -10,14 +10,22 @@ beyond it keeps its value.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradscale.torch.grads.triton.chunks import ELEMENTS, chunk_of, load, power_of_two, store
+from gradscale.torch.grads.triton.chunks import (
+    ELEMENTS,
+    chunk_of,
+    load,
+    pointer_to,
+    power_of_two,
+    store,
+)
+from gradscale.torch.grads.triton.launch import Kernel
 from gradscale.torch.grads.triton.tables import CHUNK, Table
 
 BLOCK = tl.constexpr(1024)
@@ -26,19 +34,20 @@ lists."""
 SIZE = 4096
 """Elements that a program takes."""
 
-MASTERS = {None: 0, "float32": 1, "split": 2}
-"""How a kernel is told where the master of a weight is."""
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""How the kernels of steps are compiled. A product that is rounded before it is added is the same
-on every machine and in the interpreter; the step waits for memory anyway."""
-_FLOAT32 = tl.constexpr(1)
-_SPLIT = tl.constexpr(2)
+_MASTERS = {None: 0, "float32": 1, "split": 2}
+"""The values of the constant MASTER: where the master of a weight is."""
+_FLOAT32, _SPLIT = tl.constexpr(1), tl.constexpr(2)
+_RULES = {"adam": 0, "sgd": 1, "lion": 2}
+"""The values of the constant RULE."""
+_ADAM, _SGD, _LION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NUMBERS = 9
+"""From `beta1` to `eps`: the numbers of a rule."""
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 """Added to a float32 below 2**22, it leaves no room for a fraction."""
 
 
 @triton.jit
-def piece_of(sizes, firsts, owners, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+def _piece_of(sizes, firsts, owners, SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """Whose piece this is, where it begins, and how many elements are left from there."""
     pieces = CHUNK // SIZE
     owner, start, left = chunk_of(sizes, firsts, owners, tl.program_id(0) // pieces, CHUNK)
@@ -47,7 +56,7 @@ def piece_of(sizes, firsts, owners, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def gradient(
+def _gradient(
     pointer, offsets, left, divisor, DIVIDE: tl.constexpr, BACK: tl.constexpr, WHOLE: tl.constexpr
 ):
     """A gradient without its scale; `BACK` leaves it so where it is."""
@@ -60,7 +69,7 @@ def gradient(
 
 
 @triton.jit
-def weight(param, master, offsets, left, MASTER: tl.constexpr, WHOLE: tl.constexpr):
+def _weight(param, master, offsets, left, MASTER: tl.constexpr, WHOLE: tl.constexpr):
     """Weights as float32."""
     if MASTER == _FLOAT32:
         return load(master, offsets, left, WHOLE)
@@ -76,7 +85,7 @@ def weight(param, master, offsets, left, MASTER: tl.constexpr, WHOLE: tl.constex
 
 
 @triton.jit
-def put_weight(param, master, offsets, left, p, MASTER: tl.constexpr, WHOLE: tl.constexpr):
+def _put_weight(param, master, offsets, left, p, MASTER: tl.constexpr, WHOLE: tl.constexpr):
     """Writes weights, rounded, and their masters."""
     if MASTER == _SPLIT:
         high, low = _parted(p, param.dtype.element_ty)
@@ -135,7 +144,7 @@ def _parted(p, element: tl.constexpr):
 
 
 @triton.jit
-def count(count_at, arrivals, owner, size, SIZE: tl.constexpr):
+def _count(count_at, arrivals, owner, size, SIZE: tl.constexpr):
     """Counts the step, once for a tensor: by the last of its pieces, when all have read it."""
     pieces = tl.maximum((size + SIZE - 1) // SIZE, 1)
     tl.debug_barrier()
@@ -144,80 +153,224 @@ def count(count_at, arrivals, owner, size, SIZE: tl.constexpr):
         tl.store(count_at, tl.load(count_at) + 1.0)
 
 
-class Step(NamedTuple):
-    """What the steps of all optimizers are told."""
+@triton.jit
+def _walk(
+    grad, param, master, average, square, left, divisor, rate, weight_decay, kept,
+    beta1, rest1, beta2, rest2, eps, root,
+    RULE: tl.constexpr, STATES: tl.constexpr, DECOUPLED: tl.constexpr, NESTEROV: tl.constexpr,
+    MASTER: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr, DIVIDE: tl.constexpr,
+    BACK: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Steps the elements of a piece."""
+    for begin in range(0, SIZE, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        g = _gradient(grad, offsets, left, divisor, DIVIDE, BACK, WHOLE)
+        p = _weight(param, master, offsets, left, MASTER, WHOLE)
+        if STATES > 0:
+            m = load(average, offsets, left, WHOLE)
+        if STATES > 1:
+            v = load(square, offsets, left, WHOLE)
+        if MAXIMIZE:
+            g = -g
+        if DECAY:
+            if DECOUPLED:
+                p = p * kept
+            else:
+                g = g + weight_decay * p
+        if RULE == _ADAM:
+            m = m + rest1 * (g - m)
+            v = beta2 * v + rest2 * g * g
+            p = p - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        if RULE == _LION:
+            mixed = beta1 * m + rest1 * g
+            p = p - tl.where(mixed > 0, rate, tl.where(mixed < 0, -rate, mixed))
+            m = beta2 * m + rest2 * g
+        if RULE == _SGD:
+            if STATES > 0:
+                m = beta1 * m + rest1 * g
+                if NESTEROV:
+                    g = g + beta1 * m
+                else:
+                    g = m
+            p = p - rate * g
+        _put_weight(param, master, offsets, left, p, MASTER, WHOLE)
+        if STATES > 0:
+            store(average, offsets, left, m, WHOLE)
+        if STATES > 1:
+            store(square, offsets, left, v, WHOLE)
 
-    table: Table
-    """Rows of gradients, weights, the states of the rule, step counters where it counts, and
-    masters where there are some."""
-    dtype: torch.dtype
-    """The format of weights and gradients; states and counters are float32."""
-    master: str | None
-    """Where the masters are: "float32", "split", or None."""
-    lr: float | Tensor
-    weight_decay: float
-    maximize: bool
-    divisor: Tensor | None
-    """float32: what the gradients are divided by; None if they are not."""
-    skip: Tensor | None
-    """float32: not 0 skips."""
-    back: bool
-    """Whether to leave the gradients divided."""
 
-    @property
-    def programs(self) -> int:
-        """How many the kernel of the step needs."""
-        return self.table.chunks.total * (CHUNK // SIZE)
+@Kernel
+def _step(
+    addresses,
+    tensors,
+    sizes,
+    firsts,
+    owners,
+    divisor_at,
+    skip_at,
+    lr_at,
+    lr,
+    weight_decay,
+    kept,
+    arrivals,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    log_beta1,
+    log_beta1_rest,
+    log_beta2,
+    log_beta2_rest,
+    eps,
+    element: tl.constexpr,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MASTER: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DECAY: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    SKIP: tl.constexpr,
+    LR_TENSOR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Steps a piece, or leaves it untouched."""
+    if SKIP:
+        if tl.load(skip_at) != 0:
+            return
+    owner, start, left = _piece_of(sizes, firsts, owners, SIZE, CHUNK)
+    if (left <= 0) & (start > 0):
+        return
+    grad = pointer_to(addresses, owner, start, element, ALIGNED)
+    param = pointer_to(addresses, tensors + owner, start, element, ALIGNED)
+    average = param
+    square = param
+    if STATES > 0:
+        average = pointer_to(addresses, 2 * tensors + owner, start, tl.float32, ALIGNED)
+    if STATES > 1:
+        square = pointer_to(addresses, 3 * tensors + owner, start, tl.float32, ALIGNED)
+    row = 2 + STATES
+    count_at = addresses
+    if (RULE != _LION) & (STATES > 0):
+        count_at = tl.load(addresses + row * tensors + owner).to(tl.pointer_type(tl.float32))
+        row += 1
+    master = param
+    if MASTER == _FLOAT32:
+        master = pointer_to(addresses, row * tensors + owner, start, tl.float32, ALIGNED)
+    if MASTER == _SPLIT:
+        master = pointer_to(addresses, row * tensors + owner, start, tl.int16, ALIGNED)
+    rate = lr
+    if LR_TENSOR:
+        rate = tl.load(lr_at).to(tl.float32)
+        kept = 1.0 - rate * weight_decay
+    divisor = 1.0
+    if DIVIDE:
+        divisor = tl.load(divisor_at)
+    root = 1.0
+    if RULE == _ADAM:
+        # In float64, as torch has it: 1 - 0.999**step loses half its digits in float32. A number
+        # from the host comes as float32, so a logarithm comes in two.
+        step = tl.load(count_at).to(tl.float64) + 1.0
+        power1 = tl.exp2(step * log_beta1 + step * log_beta1_rest)
+        power2 = tl.exp2(step * log_beta2 + step * log_beta2_rest)
+        rate = (rate / (1.0 - power1)).to(tl.float32)
+        root = tl.sqrt(1.0 - power2).to(tl.float32)
+    if (RULE == _SGD) & (STATES > 0):
+        # The first step takes the gradient as it is, whatever the dampening.
+        rest1 = tl.where(tl.load(count_at) == 0, 1.0, rest1)
+    if left >= SIZE:
+        _walk(
+            grad, param, master, average, square, left, divisor, rate, weight_decay, kept,
+            beta1, rest1, beta2, rest2, eps, root, RULE, STATES, DECOUPLED, NESTEROV,
+            MASTER, MAXIMIZE, DECAY, DIVIDE, BACK, SIZE, True,
+        )  # fmt: skip
+    else:
+        _walk(
+            grad, param, master, average, square, left, divisor, rate, weight_decay, kept,
+            beta1, rest1, beta2, rest2, eps, root, RULE, STATES, DECOUPLED, NESTEROV,
+            MASTER, MAXIMIZE, DECAY, DIVIDE, BACK, SIZE, False,
+        )  # fmt: skip
+    if (RULE != _LION) & (STATES > 0):
+        _count(count_at, arrivals, owner, start + left, SIZE)
 
-    @property
-    def rate(self) -> float:
-        """The learning rate, if it is a number."""
-        return 0.0 if isinstance(self.lr, Tensor) else float(self.lr)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The first ones of every kernel of a step."""
-        table, chunks, divisor, skip = self.table, self.table.chunks, self.divisor, self.skip
-        anywhere = chunks.sizes  # stands for what is not there
-        return (
-            table.addresses,
-            table.tensors,
-            chunks.sizes,
-            chunks.firsts,
-            chunks.owners,
-            anywhere if divisor is None else divisor,
-            anywhere if skip is None else skip,
-            self.lr if isinstance(self.lr, Tensor) else anywhere,
-            self.rate,
-            float(self.weight_decay),
-            1.0 - self.rate * self.weight_decay,
-            self._arrivals(),
-        )
+def step(
+    table: Table,
+    dtype: torch.dtype,
+    master: str | None,
+    group: dict[str, Any],
+    divisor: Tensor | None,
+    skip: Tensor | None,
+    back: bool,
+    rule: str,
+    states: int,
+    numbers: tuple[float, ...],
+    decoupled: bool,
+    nesterov: bool,
+) -> None:
+    """Takes one step of an optimizer.
 
-    @property
-    def formats(self) -> tuple[Any, ...]:
-        """What the form of a kernel depends on besides its constants."""
-        return (self.lr.dtype,) if isinstance(self.lr, Tensor) else ()
-
-    def _arrivals(self) -> Tensor:
-        """Counters, at 0 between launches, of the pieces of every tensor that are done."""
-        workspace, table = self.table.workspace, self.table
-        if "arrivals" not in workspace:
-            none = torch.zeros(table.tensors, dtype=torch.int32, device=table.device)
-            workspace["arrivals"] = [none]
-        return workspace["arrivals"][0]
-
-    def constants(self) -> tuple[Any, ...]:
-        """The first ones of every kernel of a step."""
-        return (
-            ELEMENTS[self.dtype],
-            MASTERS[self.master],
-            self.maximize,
-            self.weight_decay != 0,
-            self.divisor is not None,
-            self.back,
-            self.skip is not None,
-            isinstance(self.lr, Tensor),
-            self.table.aligned,
-            SIZE,
-            CHUNK,
-        )
+    Args:
+        table: Rows of gradients, weights, the states of the rule, step counters where it counts,
+            and masters where there are some. States and counters are float32.
+        dtype: The format of weights and gradients.
+        master: Where the masters are: "float32", "split", or None.
+        group: Has `lr`, `weight_decay` and `maximize`.
+        divisor: float32: what the gradients are divided by; None if they are not.
+        skip: float32: not 0 skips.
+        back: Whether to leave the gradients divided.
+        rule: "adam", "sgd" or "lion".
+        states: How many states each weight has: 2, 0 or 1, 1.
+        numbers: The arguments of the kernel from `beta1` on. Of SGD `beta1` is the momentum, and
+            `rest1` what is taken of a gradient.
+        decoupled: Whether weight decay is, as in AdamW and Lion.
+        nesterov: Whether momentum is.
+    """
+    lr, weight_decay, chunks = group["lr"], group["weight_decay"], table.chunks
+    tensor = isinstance(lr, Tensor)
+    rate = 0.0 if tensor else float(lr)
+    anywhere = chunks.sizes  # an argument that is not read
+    if "arrivals" not in table.workspace:
+        # Counters, at 0 between launches, of the pieces of every tensor that are done.
+        none = torch.zeros(table.tensors, dtype=torch.int32, device=table.device)
+        table.workspace["arrivals"] = [none]
+    arguments = (
+        table.addresses,
+        table.tensors,
+        *chunks[:3],
+        anywhere if divisor is None else divisor,
+        anywhere if skip is None else skip,
+        lr if tensor else anywhere,
+        rate,
+        float(weight_decay),
+        1.0 - rate * weight_decay,
+        *table.workspace["arrivals"],
+        *numbers,
+        *(0.0,) * (_NUMBERS - len(numbers)),
+    )
+    constants = (
+        ELEMENTS[dtype],
+        _RULES[rule],
+        states,
+        decoupled,
+        nesterov,
+        _MASTERS[master],
+        group["maximize"],
+        weight_decay != 0,
+        divisor is not None,
+        back,
+        skip is not None,
+        tensor,
+        table.aligned,
+        SIZE,
+        CHUNK,
+    )
+    programs, formats = chunks.total * (CHUNK // SIZE), (lr.dtype,) if tensor else ()
+    # A product that is rounded before it is added is the same on every machine and in the
+    # interpreter; the step waits for memory anyway.
+    _step(programs, arguments, constants, formats, num_warps=4, enable_fp_fusion=False)
