@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import kernel_tables
+import policy_kernel
 from gradscale.policy import Dynamic, Headroom, Off, Policy
 from gradscale.torch import optim
 from gradscale.torch.grads import dispatch as kernels
@@ -66,8 +67,6 @@ def compile_gradients() -> None:
     tables = kernel_tables.tables(grads)
     one, flag = torch.ones(()), torch.ones((), dtype=torch.bool)
     rescale.multiply(tables, one)
-    for where in (one, flag):
-        rescale.zero(tables, where)
     for smallest_normal, unscale in itertools.product((None, 1.0), (False, True)):
         measure.measure(tables, one, smallest_normal=smallest_normal, unscale=unscale)
     one_table = tables[:1]
@@ -98,7 +97,9 @@ def compile_decisions(policy: Policy, kind: int, loss: Tensor | None, tables: An
         words = consensus.report(summary, one, loss=loss, loss_kind=kind, checksum=checksum, rank=0)
     decide.decide(consensus.fold(words[None]), summary, one, **rest)
     if kind != packed.LOSS_RAW:
-        decide.update(moves["state"], flag, flag, one, loss, moves["settings"], moves["rule"])
+        policy_kernel.update(
+            moves["state"], flag, flag, one, loss, moves["settings"], moves["rule"]
+        )
 
 
 def compile_steps() -> None:

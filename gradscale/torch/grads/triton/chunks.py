@@ -81,30 +81,31 @@ def store(pointer, offsets, left, values, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _together(peak, total):
-    """The largest magnitude of all (infinite if there is a NaN), and the sum of all."""
-    return tl.max(tl.where(peak == peak, peak, INFINITY), 0), tl.sum(total, 0)
+def _look(pointer, left, factor, CHUNK: tl.constexpr, WHOLE: tl.constexpr, MULTIPLY: tl.constexpr):
+    """The largest magnitude (infinite if something is not finite) and the sum of squares.
 
-
-@triton.jit
-def _look(pointer, left, CHUNK: tl.constexpr, WHOLE: tl.constexpr):
-    """The largest magnitude (infinite if something is not finite) and the sum of squares."""
+    `MULTIPLY` multiplies the elements by `factor` afterwards.
+    """
     peak = tl.zeros((BLOCK,), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
-        x = load(pointer, start + tl.arange(0, BLOCK), left, WHOLE)
+        offsets = start + tl.arange(0, BLOCK)
+        x = load(pointer, offsets, left, WHOLE)
         peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
         total += x * x
-    return _together(peak, total)
+        if MULTIPLY:
+            store(pointer, offsets, left, x * factor, WHOLE)
+    # Infinite if there is a NaN.
+    return tl.max(tl.where(peak == peak, peak, INFINITY), 0), tl.sum(total, 0)
 
 
 @triton.jit
 def look(pointer, left, CHUNK: tl.constexpr):
     """Amax of the finite elements, squares times 4**exponent, exponent, infinities, NaNs."""
     if left >= CHUNK:
-        amax, total = _look(pointer, left, CHUNK, True)
+        amax, total = _look(pointer, left, 1.0, CHUNK, True, False)
     else:
-        amax, total = _look(pointer, left, CHUNK, False)
+        amax, total = _look(pointer, left, 1.0, CHUNK, False, False)
     exponent = 0
     infs = 0
     nans = 0
@@ -169,32 +170,6 @@ def multiply(pointer, left, factor, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def clear(pointer, left, CHUNK: tl.constexpr):
-    """Sets the chunk to 0, without reading it."""
-    nothing = tl.zeros((BLOCK,), dtype=tl.float32)
-    if left >= CHUNK:
-        for start in range(0, CHUNK, BLOCK):
-            store(pointer, start + tl.arange(0, BLOCK), left, nothing, True)
-    else:
-        for start in range(0, CHUNK, BLOCK):
-            store(pointer, start + tl.arange(0, BLOCK), left, nothing, False)
-
-
-@triton.jit
-def _look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr, WHOLE: tl.constexpr):
-    """As `_look`, of the elements before they are multiplied by `factor`."""
-    peak = tl.zeros((BLOCK,), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, CHUNK, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        x = load(pointer, offsets, left, WHOLE)
-        peak = tl.maximum(peak, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-        total += x * x
-        store(pointer, offsets, left, x * factor, WHOLE)
-    return _together(peak, total)
-
-
-@triton.jit
 def look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr):
     """As `look`, of the elements before they are multiplied by `factor`.
 
@@ -205,9 +180,9 @@ def look_and_multiply(pointer, left, factor, CHUNK: tl.constexpr):
     exponent = 0
     if factor <= 1.0:
         if left >= CHUNK:
-            amax, total = _look_and_multiply(pointer, left, factor, CHUNK, True)
+            amax, total = _look(pointer, left, factor, CHUNK, True, True)
         else:
-            amax, total = _look_and_multiply(pointer, left, factor, CHUNK, False)
+            amax, total = _look(pointer, left, factor, CHUNK, False, True)
         if amax == INFINITY:
             # What was finite has stayed so, and what was not has, too.
             amax, infs, nans = _count(pointer, left, CHUNK)

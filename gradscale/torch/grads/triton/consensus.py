@@ -10,25 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradscale.torch.grads.fields import REPORT
+from gradscale.torch.grads import fields
 from gradscale.torch.grads.triton.decide import loss_is_finite
 from gradscale.torch.grads.triton.launch import Kernel, formats_of
-from gradscale.torch.grads.triton.offsets import (
-    REPORT_AMAX,
-    REPORT_BAD_RANK,
-    REPORT_CHECKSUM,
-    REPORT_HAS_COMMON_LOSS,
-    REPORT_HAS_GRADIENTS,
-    REPORT_LOSS_NON_FINITE,
-    REPORT_NON_FINITE,
-    REPORT_NORM,
-    REPORT_PENALTY_NON_FINITE,
-    REPORT_UNFIT,
-    REPORT_WORDS,
-    SUMMARY_AMAX,
-    SUMMARY_FITS,
-    SUMMARY_NON_FINITE,
-)
+from gradscale.torch.grads.triton.offsets import REPORT, SUMMARY
 
 _FOLDS = ("max", "min", "norm", "checksum")
 _MIN, _NORM, _CHECKSUM = (tl.constexpr(_FOLDS.index(fold)) for fold in _FOLDS[1:])
@@ -46,23 +31,21 @@ def _report(
     CHECKSUM: tl.constexpr,
 ):
     """Writes what this rank has found in gradients that are like `summary`."""
-    non_finite = tl.load(summary + SUMMARY_NON_FINITE)
-    bad_loss = 0.0
-    if LOSS:
-        bad_loss = tl.where(loss_is_finite(loss_at, LOSS), 0.0, 1.0)
+    non_finite = tl.load(summary + SUMMARY.non_finite)
+    bad_loss = tl.where(loss_is_finite(loss_at, LOSS), 0.0, 1.0)
     checksum = 0.0
     if CHECKSUM:
         checksum = tl.load(checksum_at)
-    tl.store(words + REPORT_NON_FINITE, non_finite)
-    tl.store(words + REPORT_UNFIT, 1.0 - tl.load(summary + SUMMARY_FITS))
-    tl.store(words + REPORT_LOSS_NON_FINITE, bad_loss)
-    tl.store(words + REPORT_PENALTY_NON_FINITE, 0.0)
-    tl.store(words + REPORT_HAS_GRADIENTS, 1.0)
-    tl.store(words + REPORT_HAS_COMMON_LOSS, 1.0)
-    tl.store(words + REPORT_AMAX, tl.load(summary + SUMMARY_AMAX))
-    tl.store(words + REPORT_NORM, tl.load(norm_at))
-    tl.store(words + REPORT_CHECKSUM, checksum)
-    tl.store(words + REPORT_BAD_RANK, tl.where(non_finite != 0, rank, float("inf")))
+    tl.store(words + REPORT.non_finite, non_finite)
+    tl.store(words + REPORT.unfit, 1.0 - tl.load(summary + SUMMARY.fits))
+    tl.store(words + REPORT.loss_non_finite, bad_loss)
+    tl.store(words + REPORT.penalty_non_finite, 0.0)
+    tl.store(words + REPORT.has_gradients, 1.0)
+    tl.store(words + REPORT.has_common_loss, 1.0)
+    tl.store(words + REPORT.amax, tl.load(summary + SUMMARY.amax))
+    tl.store(words + REPORT.norm, tl.load(norm_at))
+    tl.store(words + REPORT.checksum, checksum)
+    tl.store(words + REPORT.bad_rank, tl.where(non_finite != 0, rank, float("inf")))
 
 
 def report(
@@ -86,7 +69,7 @@ def report(
         checksum: float32: of the scale and what goes with it; None for 0.
         rank: Its number.
     """
-    words = torch.empty((1, len(REPORT)), dtype=torch.float32, device=summary.device)
+    words = torch.empty((1, len(REPORT.value)), dtype=torch.float32, device=summary.device)
     arguments = (
         summary,
         norm,
@@ -135,7 +118,7 @@ def _fold(rows, ranks, losses, words, WORDS: tl.constexpr, RULES: tl.constexpr):
     tl.store(words + WORDS * loss + place, folded)
 
 
-_RULES = sum(_FOLDS.index(field.fold) << (2 * place) for place, field in enumerate(REPORT))
+_RULES = sum(_FOLDS.index(field.fold) << (2 * place) for place, field in enumerate(fields.REPORT))
 """How each word of a report is folded, two bits each."""
 
 
@@ -147,5 +130,5 @@ def fold(rows: Tensor) -> Tensor:
     ranks, losses, count = rows.shape
     words = torch.empty((losses, count), dtype=torch.float32, device=rows.device)
     arguments = (rows.contiguous(), ranks, losses, words)
-    _fold(losses * count, arguments, (REPORT_WORDS.value, _RULES))
+    _fold(losses * count, arguments, (len(REPORT.value), _RULES))
     return words

@@ -21,45 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradscale.torch.grads.fields import DECISION
 from gradscale.torch.grads.triton.launch import Kernel, formats_of
 from gradscale.torch.grads.triton.offsets import (
-    DECISION_AMAX,
-    DECISION_APPLIED,
-    DECISION_DIVISOR,
-    DECISION_FINITE,
-    DECISION_FINITE_AMAX,
-    DECISION_FITS,
-    DECISION_GRAD_NORM,
-    DECISION_LOSS_FINITE,
-    DECISION_SKIP,
-    DECISION_SKIPPED_IN_A_ROW,
-    DECISION_UNDERFLOW,
+    DECISION,
     DYNAMIC,
     HEADROOM,
-    LOSS_FLAG,
+    LOSS_OFF,
     LOSS_RAW,
-    RECORD_AFTER,
-    RECORD_APPLIED,
-    RECORD_BEFORE,
-    RECORD_LOSS_FINITE,
-    RECORD_SCALE,
-    RECORD_SKIPPED_IN_A_ROW,
-    RECORD_STEP,
-    REPORT_AMAX,
-    REPORT_HAS_GRADIENTS,
-    REPORT_LOSS_NON_FINITE,
-    REPORT_NON_FINITE,
-    REPORT_NORM,
-    REPORT_PENALTY_NON_FINITE,
-    REPORT_UNFIT,
-    SET_PATIENCE,
-    SET_PERIOD,
-    STATE_BAD_LOSSES,
-    STATE_SCALE,
-    STATE_STEPS,
-    SUMMARY_FINITE_AMAX,
-    SUMMARY_UNDERFLOW,
+    LOSSES,
+    RECORD,
+    REPORT,
+    STATE,
+    SUMMARY,
 )
 from gradscale.torch.grads.triton.policies import (
     load_float,
@@ -71,8 +44,9 @@ from gradscale.torch.grads.triton.policies import (
 
 @triton.jit
 def loss_is_finite(loss_at, LOSS: tl.constexpr):
-    """Whether the loss is finite; LOSS is a kind other than `LOSS_OFF`."""
-    tl.static_assert((LOSS == LOSS_FLAG) | (LOSS == LOSS_RAW))
+    """Whether the loss is finite; it is if nobody asks."""
+    if LOSS == LOSS_OFF:
+        return tl.full((), True, tl.int1)
     loss = tl.load(loss_at)
     if LOSS == LOSS_RAW:
         # False for NaN, too.
@@ -81,9 +55,9 @@ def loss_is_finite(loss_at, LOSS: tl.constexpr):
 
 
 @triton.jit
-def _moved(state_at, settings_at, finite, fits, amax, counts, RULE: tl.constexpr):
+def moved(state_at, settings_at, finite, fits, amax, counts, RULE: tl.constexpr):
     """Moves the state by a step, if it `counts`; the scale after it. `amax` is at its scale."""
-    scale = load_float(state_at + STATE_SCALE)
+    scale = load_float(state_at + STATE.scale)
     if RULE == DYNAMIC:
         scale = moved_dynamic(state_at, settings_at, scale, finite, counts)
     if RULE == HEADROOM:
@@ -100,38 +74,38 @@ def _advance_state(
     applied,
     row,
     loss_finite,
-    state_at,
-    settings_at,
-    record_at,
-    copy_at,
+    places,
     LOSS: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """Moves the state, counts, and writes the record; `amax` is at the scale that was `used`.
+    """Counts, moves the state, and writes the record; `amax` is at the scale that was `used`.
 
-    The next iteration uses the scale at `copy_at`, which does not change any more.
+    `places` are pointers: row, state, settings, record, and the scale that the next iteration uses,
+    which does not change any more.
     """
+    row_at, state_at, settings_at, record_at, copy_at = places
+    tl.store(row_at, row)
     counts = loss_finite
     if LOSS:
         # A non-finite loss leaves the scale alone, but not for ever: see `packed.PATIENT_LOSSES`.
-        bad_losses = tl.where(loss_finite, 0, tl.load(state_at + STATE_BAD_LOSSES) + 1)
-        tl.store(state_at + STATE_BAD_LOSSES, bad_losses)
-        over = bad_losses - tl.load(settings_at + SET_PATIENCE)
-        counts = loss_finite | ((over > 0) & (over % tl.load(settings_at + SET_PERIOD) == 0))
-    before = load_float(state_at + STATE_SCALE)
+        bad_losses = tl.where(loss_finite, 0, tl.load(state_at + STATE.bad_losses) + 1)
+        tl.store(state_at + STATE.bad_losses, bad_losses)
+        over = bad_losses - tl.load(settings_at + LOSSES.patience)
+        counts = loss_finite | ((over > 0) & (over % tl.load(settings_at + LOSSES.period) == 0))
+    before = load_float(state_at + STATE.scale)
     if RULE == HEADROOM:
         amax = amax * tl.div_rn(before, used)
-    after = _moved(state_at, settings_at, finite, fits, amax, counts, RULE)
+    after = moved(state_at, settings_at, finite, fits, amax, counts, RULE)
     tl.store(copy_at, after)
-    steps = tl.load(state_at + STATE_STEPS) + 1
-    tl.store(state_at + STATE_STEPS, steps)
-    tl.store(record_at + RECORD_STEP, steps)
-    store_float(record_at + RECORD_SCALE, after)
-    store_float(record_at + RECORD_BEFORE, before)
-    store_float(record_at + RECORD_AFTER, after)
-    tl.store(record_at + RECORD_APPLIED, applied.to(tl.int32))
-    tl.store(record_at + RECORD_LOSS_FINITE, loss_finite.to(tl.int32))
-    tl.store(record_at + RECORD_SKIPPED_IN_A_ROW, row)
+    steps = tl.load(state_at + STATE.steps) + 1
+    tl.store(state_at + STATE.steps, steps)
+    tl.store(record_at + RECORD.step, steps)
+    store_float(record_at + RECORD.scale, after)
+    store_float(record_at + RECORD.before, before)
+    store_float(record_at + RECORD.after, after)
+    tl.store(record_at + RECORD.applied, applied.to(tl.int32))
+    tl.store(record_at + RECORD.loss_finite, loss_finite.to(tl.int32))
+    tl.store(record_at + RECORD.skipped_in_a_row, row)
 
 
 @triton.jit
@@ -142,63 +116,40 @@ def _store_flag(pointer, flag):
 
 @triton.jit
 def write_decision(
-    non_finite,
-    fits,
-    amax,
-    norm,
-    clip,
-    underflow,
-    finite_amax,
+    found,
     penalty_finite,
     loss_finite,
     used,
-    row_at,
-    state_at,
-    settings_at,
-    record_at,
-    copy_at,
+    places,
     decision_at,
     LOSS: tl.constexpr,
     RULE: tl.constexpr,
     ADVANCE: tl.constexpr,
 ):
-    """Writes what becomes of a step whose gradients, at the scale `used`, are like this.
+    """Writes what becomes of a step whose gradients, at the scale `used`, are as in `SUMMARY`.
 
     With `ADVANCE` it is counted and the state is moved; else `advance` does that, in `update()`.
     """
+    non_finite, fits, amax, norm, clip, underflow, finite_amax = found
     finite = non_finite == 0
     skipped = non_finite | (fits == 0)
-    row = tl.where(skipped, tl.load(row_at) + 1, 0)
+    row = tl.where(skipped, tl.load(places[0]) + 1, 0)
     if ADVANCE:
-        tl.store(row_at, row)
-        _advance_state(
-            finite & penalty_finite,
-            fits,
-            amax,
-            used,
-            skipped == 0,
-            row,
-            loss_finite,
-            state_at,
-            settings_at,
-            record_at,
-            copy_at,
-            LOSS,
-            RULE,
-        )
+        good = finite & penalty_finite
+        _advance_state(good, fits, amax, used, skipped == 0, row, loss_finite, places, LOSS, RULE)
     # Without clipping the quotient by the scale is exact; with it, rounded like any other.
     divisor = tl.where(clip < 1.0, tl.div_rn(1.0, tl.div_rn(1.0, used) * clip), used)
-    tl.store(decision_at + DECISION_GRAD_NORM, tl.where(skipped, float("nan"), norm))
-    tl.store(decision_at + DECISION_AMAX, amax)
-    tl.store(decision_at + DECISION_UNDERFLOW, underflow)
-    tl.store(decision_at + DECISION_DIVISOR, tl.where(skipped, used, divisor))
-    tl.store(decision_at + DECISION_SKIP, skipped.to(tl.float32))
-    tl.store(decision_at + DECISION_FINITE_AMAX, finite_amax)
-    tl.store(decision_at + DECISION_SKIPPED_IN_A_ROW, row.to(tl.float32, bitcast=True))
-    _store_flag(decision_at + DECISION_APPLIED, skipped == 0)
-    _store_flag(decision_at + DECISION_FINITE, finite)
-    _store_flag(decision_at + DECISION_FITS, fits)
-    _store_flag(decision_at + DECISION_LOSS_FINITE, loss_finite)
+    tl.store(decision_at + DECISION.grad_norm, tl.where(skipped, float("nan"), norm))
+    tl.store(decision_at + DECISION.amax, amax)
+    tl.store(decision_at + DECISION.underflow, underflow)
+    tl.store(decision_at + DECISION.divisor, tl.where(skipped, used, divisor))
+    tl.store(decision_at + DECISION.skip, skipped.to(tl.float32))
+    tl.store(decision_at + DECISION.finite_amax, finite_amax)
+    tl.store(decision_at + DECISION.skipped_in_a_row, row.to(tl.float32, bitcast=True))
+    _store_flag(decision_at + DECISION.applied, skipped == 0)
+    _store_flag(decision_at + DECISION.finite, finite)
+    _store_flag(decision_at + DECISION.fits, fits)
+    _store_flag(decision_at + DECISION.loss_finite, loss_finite)
 
 
 @Kernel
@@ -217,39 +168,25 @@ def _decide(
     RULE: tl.constexpr,
 ):
     """Decides about a step whose gradients are, on all ranks together, like `words`."""
-    non_finite = tl.load(words + REPORT_NON_FINITE) != 0
+    non_finite = tl.load(words + REPORT.non_finite) != 0
     # Where no rank has a gradient there is nothing to step, and the scale is not to blame.
-    fits = (tl.load(words + REPORT_UNFIT) == 0) & (tl.load(words + REPORT_HAS_GRADIENTS) != 0)
-    norm = tl.load(words + REPORT_NORM)
+    fits = (tl.load(words + REPORT.unfit) == 0) & (tl.load(words + REPORT.has_gradients) != 0)
+    norm = tl.load(words + REPORT.norm)
     clip = 1.0
     if max_norm < float("inf"):
         clip = tl.minimum(tl.div_rn(max_norm, norm + 1e-6), 1.0)
-    bad_penalty = tl.load(words + REPORT_PENALTY_NON_FINITE)
+    bad_penalty = tl.load(words + REPORT.penalty_non_finite)
     loss_finite = non_finite == non_finite
     if LOSS:
         # A loss that is not finite because of a penalty is: the scale has spoilt that.
-        loss_finite = tl.load(words + REPORT_LOSS_NON_FINITE) <= bad_penalty
-    write_decision(
-        non_finite,
-        fits,
-        tl.load(words + REPORT_AMAX),
-        norm,
-        clip,
-        tl.load(summary + SUMMARY_UNDERFLOW),
-        tl.load(summary + SUMMARY_FINITE_AMAX),
-        bad_penalty == 0,
-        loss_finite,
-        tl.load(scale_at),
-        row_at,
-        state_at,
-        settings_at,
-        record_at,
-        copy_at,
-        decision_at,
-        LOSS,
-        RULE,
-        True,
-    )
+        loss_finite = tl.load(words + REPORT.loss_non_finite) <= bad_penalty
+    underflow = tl.load(summary + SUMMARY.underflow)
+    finite_amax = tl.load(summary + SUMMARY.finite_amax)
+    amax = tl.load(words + REPORT.amax)
+    found = (non_finite, fits, amax, norm, clip, underflow, finite_amax)
+    places = (row_at, state_at, settings_at, record_at, copy_at)
+    good, used = bad_penalty == 0, tl.load(scale_at)
+    write_decision(found, good, loss_finite, used, places, decision_at, LOSS, RULE, True)
 
 
 def decide(
@@ -275,7 +212,7 @@ def decide(
         scale: float32: the scale of the gradients.
         max_norm: What the norm is clipped to.
     """
-    decision = torch.empty(len(DECISION), dtype=torch.float32, device=scale.device)
+    decision = torch.empty(len(DECISION.value), dtype=torch.float32, device=scale.device)
     arguments = (
         words, summary, float(max_norm), scale, row, state, settings, record, copy, decision,
     )  # fmt: skip
@@ -297,28 +234,13 @@ def _advance(
     RULE: tl.constexpr,
 ):
     """Counts a step that is over, and moves the state."""
-    finite = _load_flag(decision_at + DECISION_FINITE)
-    applied = _load_flag(decision_at + DECISION_APPLIED)
-    row = tl.load(decision_at + DECISION_SKIPPED_IN_A_ROW).to(tl.int32, bitcast=True)
-    tl.store(row_at, row)
-    loss_finite = finite == finite
-    if LOSS:
-        loss_finite = loss_is_finite(loss_at, LOSS)
-    _advance_state(
-        finite,
-        _load_flag(decision_at + DECISION_FITS),
-        tl.load(decision_at + DECISION_AMAX),
-        tl.load(scale_at),
-        applied,
-        row,
-        loss_finite,
-        state_at,
-        settings_at,
-        record_at,
-        copy_at,
-        LOSS,
-        RULE,
-    )
+    finite = _load_flag(decision_at + DECISION.finite)
+    applied = _load_flag(decision_at + DECISION.applied)
+    row = tl.load(decision_at + DECISION.skipped_in_a_row).to(tl.int32, bitcast=True)
+    fits, amax = _load_flag(decision_at + DECISION.fits), tl.load(decision_at + DECISION.amax)
+    used, loss_finite = tl.load(scale_at), loss_is_finite(loss_at, LOSS)
+    places = (row_at, state_at, settings_at, record_at, copy_at)
+    _advance_state(finite, fits, amax, used, applied, row, loss_finite, places, LOSS, RULE)
 
 
 @triton.jit
@@ -353,56 +275,3 @@ def advance(
         decision, row, scale, state if loss is None else loss, state, settings, record, copy,
     )  # fmt: skip
     _advance(1, arguments, (loss_kind, rule), formats_of(loss), num_warps=1)
-
-
-@Kernel
-def _update(
-    state_at,
-    finite_at,
-    fits_at,
-    amax_at,
-    loss_finite_at,
-    settings_at,
-    WORDS: tl.constexpr,
-    LOSS: tl.constexpr,
-    RULE: tl.constexpr,
-):
-    """Moves one of several states."""
-    which = tl.program_id(0)
-    finite = tl.load(finite_at + which) != 0
-    counts = finite == finite
-    if LOSS:
-        counts = tl.load(loss_finite_at + which) != 0
-    amax = 0.0
-    fits = counts
-    if RULE == HEADROOM:
-        amax = tl.load(amax_at + which)
-        fits = tl.load(fits_at + which) != 0
-    _moved(state_at + WORDS * which, settings_at, finite, fits, amax, counts, RULE)
-
-
-def update(
-    state: Tensor,
-    finite: Tensor,
-    fits: Tensor | None,
-    amax: Tensor | None,
-    loss_finite: Tensor | None,
-    settings: Tensor,
-    rule: int,
-) -> None:
-    """Moves a packed `state`, or each row of several, in place, as `policy.update` would.
-
-    The flags are bool and `amax` float32, one for each state. `HEADROOM` alone needs `fits` and
-    `amax`. `loss_finite` None means that the loss was finite. The counters do not change.
-    """
-    words = state.shape[-1]
-    arguments = (
-        state,
-        finite,
-        finite if fits is None else fits,
-        finite if amax is None else amax,
-        finite if loss_finite is None else loss_finite,
-        settings,
-    )
-    constants = (words, loss_finite is not None, rule)
-    _update(state.numel() // words, arguments, constants, num_warps=1)

@@ -15,7 +15,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradscale.torch.grads.fields import DECISION, SUMMARY
 from gradscale.torch.grads.packed import CONSTANT, LOSS_OFF
 from gradscale.torch.grads.triton.chunks import (
     ELEMENTS,
@@ -27,15 +26,7 @@ from gradscale.torch.grads.triton.chunks import (
 )
 from gradscale.torch.grads.triton.decide import loss_is_finite, write_decision
 from gradscale.torch.grads.triton.launch import Kernel, formats_of
-from gradscale.torch.grads.triton.offsets import (
-    SUMMARY_AMAX,
-    SUMMARY_CLIP,
-    SUMMARY_FINITE_AMAX,
-    SUMMARY_FITS,
-    SUMMARY_NON_FINITE,
-    SUMMARY_NORM,
-    SUMMARY_UNDERFLOW,
-)
+from gradscale.torch.grads.triton.offsets import DECISION, SUMMARY
 from gradscale.torch.grads.triton.reduce import (
     COUNTS,
     FLOATS,
@@ -116,42 +107,22 @@ def _measure(
         tl.debug_barrier()
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == tensors - 1:
             tl.store(arrivals, 0)
-            non_finite, fits, amax, norm, clip, share, peak = summarize(
-                reports, numbers, counts, tensors, max_norm
-            )
+            found = summarize(reports, numbers, counts, tensors, max_norm)
             if DECIDE:
-                loss_finite = non_finite == non_finite
-                if LOSS:
-                    loss_finite = loss_is_finite(loss_at, LOSS)
+                loss_finite = loss_is_finite(loss_at, LOSS)
+                places = (row_at, state_at, settings_at, record_at, copy_at)
                 write_decision(
-                    non_finite,
-                    fits,
-                    amax,
-                    norm,
-                    clip,
-                    share,
-                    peak,
-                    non_finite == non_finite,
-                    loss_finite,
-                    scale,
-                    row_at,
-                    state_at,
-                    settings_at,
-                    record_at,
-                    copy_at,
-                    result,
-                    LOSS,
-                    RULE,
-                    DECIDE == 2,
+                    found, True, loss_finite, scale, places, result, LOSS, RULE, DECIDE == 2
                 )
             else:
-                tl.store(result + SUMMARY_NON_FINITE, non_finite.to(tl.float32))
-                tl.store(result + SUMMARY_FITS, fits.to(tl.float32))
-                tl.store(result + SUMMARY_AMAX, amax)
-                tl.store(result + SUMMARY_NORM, norm)
-                tl.store(result + SUMMARY_CLIP, clip)
-                tl.store(result + SUMMARY_UNDERFLOW, share)
-                tl.store(result + SUMMARY_FINITE_AMAX, peak)
+                non_finite, fits, amax, norm, clip, share, peak = found
+                tl.store(result + SUMMARY.non_finite, non_finite.to(tl.float32))
+                tl.store(result + SUMMARY.fits, fits.to(tl.float32))
+                tl.store(result + SUMMARY.amax, amax)
+                tl.store(result + SUMMARY.norm, norm)
+                tl.store(result + SUMMARY.clip, clip)
+                tl.store(result + SUMMARY.underflow, share)
+                tl.store(result + SUMMARY.finite_amax, peak)
 
 
 Tables = Sequence[tuple[torch.dtype, Table]]
@@ -175,7 +146,7 @@ def measure(
         smallest_normal: Below it an element underflows; None does not measure that.
         unscale: Whether to multiply the tensors by `inv_scale` in place, in the same pass.
     """
-    summary = torch.empty(len(SUMMARY), dtype=torch.float32, device=inv_scale.device)
+    summary = torch.empty(len(SUMMARY.value), dtype=torch.float32, device=inv_scale.device)
     constants = (smallest_normal is not None, unscale, 0, LOSS_OFF, CONSTANT)
     numbers = (0.0 if smallest_normal is None else smallest_normal, float(max_norm))
     rest = (summary, *[inv_scale] * 6)  # pointers that are not used
@@ -207,7 +178,7 @@ def measure_and_decide(
         unscale: Whether to divide the tensors by the scale in place, in the same pass.
         advance: Whether to count the step and to move the state; else `decide.advance` does.
     """
-    decision = torch.empty(len(DECISION), dtype=torch.float32, device=scale.device)
+    decision = torch.empty(len(DECISION.value), dtype=torch.float32, device=scale.device)
     constants = (smallest_normal is not None, unscale, 2 if advance else 1, loss_kind, rule)
     numbers = (0.0 if smallest_normal is None else smallest_normal, float(max_norm))
     rest = (decision, row, state if loss is None else loss, state, settings, record, copy)

@@ -10,34 +10,11 @@ import triton.language as tl
 
 from gradscale.policy.headroom import BLIND, CURABLE, LONG, REACH, RECENT, WIDEST
 from gradscale.torch.grads.triton.offsets import (
-    DYNAMIC_BACKOFF_FACTOR,
-    DYNAMIC_BAD_STEPS,
-    DYNAMIC_GOOD_STEPS,
-    DYNAMIC_GROWTH_FACTOR,
-    DYNAMIC_GROWTH_INTERVAL,
-    DYNAMIC_HYSTERESIS,
-    DYNAMIC_MAX_SCALE,
-    DYNAMIC_MIN_SCALE,
-    DYNAMIC_ROOM,
-    HEADROOM_BAD_STEPS,
-    HEADROOM_BEFORE,
-    HEADROOM_CALM,
-    HEADROOM_CREST,
-    HEADROOM_FORGET,
-    HEADROOM_KEPT,
-    HEADROOM_LAST,
-    HEADROOM_MARGIN,
-    HEADROOM_MAX_SCALE,
-    HEADROOM_MEMORY,
-    HEADROOM_MIN_SCALE,
-    HEADROOM_PATIENCE,
-    HEADROOM_PAUSE,
-    HEADROOM_PEAK,
-    HEADROOM_REST,
-    HEADROOM_ROOM,
-    HEADROOM_SEEN,
-    HEADROOM_SPREAD,
-    STATE_SCALE,
+    DYNAMIC_SETTINGS,
+    DYNAMIC_STATE,
+    HEADROOM_SETTINGS,
+    HEADROOM_STATE,
+    STATE,
 )
 
 _LAST = tl.constexpr(2**31 - 2)
@@ -60,23 +37,24 @@ def store_float(pointer, value):
 @triton.jit
 def moved_dynamic(state_at, settings_at, scale, finite, counts):
     """Moves a `DynamicState` by a step, if the step `counts`."""
-    good = tl.load(state_at + DYNAMIC_GOOD_STEPS)
-    bad = tl.load(state_at + DYNAMIC_BAD_STEPS)
-    max_scale = load_float(settings_at + DYNAMIC_MAX_SCALE)
-    room = load_float(settings_at + DYNAMIC_ROOM)
+    good = tl.load(state_at + DYNAMIC_STATE.good_steps)
+    bad = tl.load(state_at + DYNAMIC_STATE.bad_steps)
+    max_scale = load_float(settings_at + DYNAMIC_SETTINGS.max_scale)
+    room = load_float(settings_at + DYNAMIC_SETTINGS.room)
     new_good = tl.where(finite, tl.minimum(good, _LAST) + 1, 0)
     new_bad = tl.where(finite, 0, tl.minimum(bad, _LAST) + 1)
-    grow = new_good >= tl.load(settings_at + DYNAMIC_GROWTH_INTERVAL)
-    lower = new_bad >= tl.load(settings_at + DYNAMIC_HYSTERESIS)
-    raised = tl.minimum(scale, room) * load_float(settings_at + DYNAMIC_GROWTH_FACTOR)
+    grow = new_good >= tl.load(settings_at + DYNAMIC_SETTINGS.growth_interval)
+    lower = new_bad >= tl.load(settings_at + DYNAMIC_SETTINGS.hysteresis)
+    raised = tl.minimum(scale, room) * load_float(settings_at + DYNAMIC_SETTINGS.growth_factor)
     raised = tl.where(scale > room, max_scale, tl.minimum(raised, max_scale))
-    lowered = scale * load_float(settings_at + DYNAMIC_BACKOFF_FACTOR)
-    lowered = tl.maximum(lowered, load_float(settings_at + DYNAMIC_MIN_SCALE))
+    lowered = scale * load_float(settings_at + DYNAMIC_SETTINGS.backoff_factor)
+    lowered = tl.maximum(lowered, load_float(settings_at + DYNAMIC_SETTINGS.min_scale))
     moved = tl.where(grow, raised, tl.where(lower, lowered, scale))
     after = tl.where(counts, moved, scale)
-    store_float(state_at + STATE_SCALE, after)
-    tl.store(state_at + DYNAMIC_GOOD_STEPS, tl.where(counts, tl.where(grow, 0, new_good), good))
-    tl.store(state_at + DYNAMIC_BAD_STEPS, tl.where(counts, new_bad, bad))
+    store_float(state_at + STATE.scale, after)
+    new_good = tl.where(grow, 0, new_good)
+    tl.store(state_at + DYNAMIC_STATE.good_steps, tl.where(counts, new_good, good))
+    tl.store(state_at + DYNAMIC_STATE.bad_steps, tl.where(counts, new_bad, bad))
     return after
 
 
@@ -105,24 +83,24 @@ def _faded(known, now, top, some, shows):
 @triton.jit
 def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     """Moves a `HeadroomState` by a step, if the step `counts`; `amax` is at its `scale`."""
-    s_last = tl.load(state_at + HEADROOM_LAST)
-    s_before = tl.load(state_at + HEADROOM_BEFORE)
-    s_peak = tl.load(state_at + HEADROOM_PEAK)
-    s_crest = tl.load(state_at + HEADROOM_CREST)
-    s_spread = tl.load(state_at + HEADROOM_SPREAD)
-    s_kept = tl.load(state_at + HEADROOM_KEPT)
-    s_seen = tl.load(state_at + HEADROOM_SEEN)
-    s_bad = tl.load(state_at + HEADROOM_BAD_STEPS)
-    s_calm = tl.load(state_at + HEADROOM_CALM)
-    s_patience = tl.load(state_at + HEADROOM_PATIENCE)
-    s_rest = tl.load(state_at + HEADROOM_REST)
-    room = tl.load(settings_at + HEADROOM_ROOM)
-    margin = tl.load(settings_at + HEADROOM_MARGIN)
-    parts = tl.load(settings_at + HEADROOM_MEMORY)
-    forget = tl.load(settings_at + HEADROOM_FORGET)
-    pause = tl.load(settings_at + HEADROOM_PAUSE)
-    min_scale = load_float(settings_at + HEADROOM_MIN_SCALE)
-    max_scale = load_float(settings_at + HEADROOM_MAX_SCALE)
+    s_last = tl.load(state_at + HEADROOM_STATE.last)
+    s_before = tl.load(state_at + HEADROOM_STATE.before)
+    s_peak = tl.load(state_at + HEADROOM_STATE.peak)
+    s_crest = tl.load(state_at + HEADROOM_STATE.crest)
+    s_spread = tl.load(state_at + HEADROOM_STATE.spread)
+    s_kept = tl.load(state_at + HEADROOM_STATE.kept)
+    s_seen = tl.load(state_at + HEADROOM_STATE.seen)
+    s_bad = tl.load(state_at + HEADROOM_STATE.bad_steps)
+    s_calm = tl.load(state_at + HEADROOM_STATE.calm)
+    s_patience = tl.load(state_at + HEADROOM_STATE.patience)
+    s_rest = tl.load(state_at + HEADROOM_STATE.rest)
+    room = tl.load(settings_at + HEADROOM_SETTINGS.room)
+    margin = tl.load(settings_at + HEADROOM_SETTINGS.margin)
+    parts = tl.load(settings_at + HEADROOM_SETTINGS.memory)
+    forget = tl.load(settings_at + HEADROOM_SETTINGS.forget)
+    pause = tl.load(settings_at + HEADROOM_SETTINGS.pause)
+    min_scale = load_float(settings_at + HEADROOM_SETTINGS.min_scale)
+    max_scale = load_float(settings_at + HEADROOM_SETTINGS.max_scale)
 
     some = s_seen > 0
     unseen = s_seen <= 0
@@ -183,25 +161,25 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     rose = moved > scale
     takes = counts & (fits | (finite == 0))
     after_scale = tl.where(takes, moved, scale)
-    store_float(state_at + STATE_SCALE, after_scale)
+    store_float(state_at + STATE.scale, after_scale)
     lasts = tl.where(shows, exponent, tl.where(finite, s_last, log2_scale))
-    tl.store(state_at + HEADROOM_LAST, tl.where(takes, lasts, s_last))
-    tl.store(state_at + HEADROOM_BEFORE, tl.where(takes & shows, first, s_before))
-    tl.store(state_at + HEADROOM_PEAK, tl.where(takes, peak, s_peak))
-    tl.store(state_at + HEADROOM_CREST, tl.where(takes, crest, s_crest))
-    tl.store(state_at + HEADROOM_SPREAD, tl.where(takes, tl.where(finite, spread, wider), s_spread))
+    tl.store(state_at + HEADROOM_STATE.last, tl.where(takes, lasts, s_last))
+    tl.store(state_at + HEADROOM_STATE.before, tl.where(takes & shows, first, s_before))
+    tl.store(state_at + HEADROOM_STATE.peak, tl.where(takes, peak, s_peak))
+    tl.store(state_at + HEADROOM_STATE.crest, tl.where(takes, crest, s_crest))
+    tl.store(
+        state_at + HEADROOM_STATE.spread, tl.where(takes, tl.where(finite, spread, wider), s_spread)
+    )
     kept = tl.where(finite, spread, tl.where(hurt, s_kept, s_spread))
-    tl.store(state_at + HEADROOM_KEPT, tl.where(takes, kept, s_kept))
-    tl.store(state_at + HEADROOM_SEEN, tl.where(takes & shows, 1, s_seen))
+    tl.store(state_at + HEADROOM_STATE.kept, tl.where(takes, kept, s_kept))
+    tl.store(state_at + HEADROOM_STATE.seen, tl.where(takes & shows, 1, s_seen))
     worse = tl.minimum(s_bad, _LAST) + 1
     bads = tl.where(finite, tl.where(shows, 0, s_bad), worse)
-    tl.store(state_at + HEADROOM_BAD_STEPS, tl.where(takes, bads, s_bad))
+    tl.store(state_at + HEADROOM_STATE.bad_steps, tl.where(takes, bads, s_bad))
     calmed = tl.where(finite & (spread == s_spread), calm, 0)
-    tl.store(state_at + HEADROOM_CALM, tl.where(takes, calmed, s_calm))
-    tl.store(
-        state_at + HEADROOM_PATIENCE,
-        tl.where(takes, tl.where(finite, s_patience, longer), s_patience),
-    )
+    tl.store(state_at + HEADROOM_STATE.calm, tl.where(takes, calmed, s_calm))
+    longer = tl.where(finite, s_patience, longer)
+    tl.store(state_at + HEADROOM_STATE.patience, tl.where(takes, longer, s_patience))
     resting = tl.where(rose, 0, tl.minimum(s_rest, _LAST) + 1)
-    tl.store(state_at + HEADROOM_REST, tl.where(takes, resting, s_rest))
+    tl.store(state_at + HEADROOM_STATE.rest, tl.where(takes, resting, s_rest))
     return after_scale
