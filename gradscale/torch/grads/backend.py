@@ -34,37 +34,23 @@ def measure(
         amax: Whether the largest magnitude must be measured, also where that takes longer.
         max_norm: Measures the 2-norm, and what clips it to this; None does not.
     """
-    if scale.number is None:
-        table = grads.table
-        if table is not None:
-            return _measure_by_kernel(grads, table, scale, unscale, max_norm)
-    return reference.measure(grads, scale, unscale=unscale, amax=amax, max_norm=max_norm)
-
-
-def _measure_by_kernel(
-    grads: Gradients,
-    table: dispatch.TensorTable,
-    scale: Scale,
-    unscale: bool,
-    max_norm: float | None,
-) -> Measurement:
-    """One launch for everything."""
-    device, home = table.keys[0][0], scale.tensor.device
+    table = grads.table if scale.number is None else None
+    if table is None:
+        return reference.measure(grads, scale, unscale=unscale, amax=amax, max_norm=max_norm)
     summary, counts = dispatch.module("measure").measure(
         table.groups,
-        move(scale.inverse, device),
+        move(scale.inverse, table.keys[0][0]),
         max_norm=math.inf if max_norm is None else max_norm,
         unscale=unscale,
     )
-    rows = table.rows(counts)
-    summary = move(summary, home)
+    summary = move(summary, scale.tensor.device)
     names = ("non_finite", "fits", "amax", "norm", "clip", "finite_amax")
-    bad, fits, amax, norm, clip, peak = (value_at(summary, name, SUMMARY) for name in names)
-    stats = GradStats(
-        finite=bad == 0, fits=fits > 0, amax=amax, norm=None if max_norm is None else norm
-    )
+    bad, fits, largest, norm, clip, peak = (value_at(summary, name, SUMMARY) for name in names)
+    stats = GradStats(finite=bad == 0, fits=fits > 0, amax=largest)
+    if max_norm is not None:
+        stats = stats._replace(norm=norm)
     limit = 1.0 if max_norm is None else clip
-    return Measurement(stats, limit, counts=rows, finite_amax=peak)
+    return Measurement(stats, limit, counts=table.rows(counts), finite_amax=peak)
 
 
 def multiply(grads: Gradients, factor: Tensor) -> None:

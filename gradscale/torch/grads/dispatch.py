@@ -169,16 +169,12 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
     The one of the last call is returned if formats, sizes, layouts and addresses are the same; if
     only addresses differ, its tables are sent the new ones.
     """
-    if not all_plain(grads):
+    found = addresses_of(grads)
+    if found is None:
         return None
-    try:
-        pointers = list(map(Tensor.data_ptr, grads))
-    except RuntimeError:  # sparse tensors have no address
-        return None
-    flat = all(map(Tensor.is_contiguous, grads))
-    layout = flat or [grad.stride() for grad in grads]
+    pointers = found.pointers
     # Lists of one kind of value, because pairs take twice as long to make.
-    facts = ([grad.dtype for grad in grads], list(map(Tensor.numel, grads)), layout)
+    facts = ([grad.dtype for grad in grads], list(map(Tensor.numel, grads)), found.layout)
     stream = _stream(params[0].device)
     key = (stream, id(params[0]), len(params))
     known = None if stream is None else _located.get(key)
@@ -192,22 +188,19 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
             )
         known.facts[1][:] = pointers
         return known
-    values: Values = {}
     order: dict[Any, list[int]] = {}
     for place, grad in enumerate(grads):
-        values.setdefault((grad.device, grad.dtype), []).append(grad)
         order.setdefault((grad.device, grad.dtype), []).append(place)
-    if not fit(values):
+    if not fit({key: [grads[place] for place in places] for key, places in order.items()}):
         return None
-    keys = list(values)
     groups = []
-    for (device, dtype), group in values.items():
-        table = new_table(list(map(Tensor.numel, group)), device)
-        table.point_to(list(map(Tensor.data_ptr, group)))
+    for (device, dtype), places in order.items():
+        table = new_table([grads[place].numel() for place in places], device)
+        table.point_to([pointers[place] for place in places])
         groups.append((dtype, table))
-    found = TensorTable(groups, keys, (facts, pointers, list(order.values())))
+    made = TensorTable(groups, list(order), (facts, pointers, list(order.values())))
     if stream is not None:
-        _located[key] = found
+        _located[key] = made
         if len(_located) > _KEPT_TABLES:
             _located.popitem(last=False)
-    return found
+    return made

@@ -68,7 +68,16 @@ class Rule(Protocol):
 
 
 class Batch:
-    """Parameters of one group, device and dtype that have gradients, with their states."""
+    """Parameters of one group, device and dtype that have gradients, with their states.
+
+    Args:
+        group: Their group.
+        params: The parameters.
+        places: Where each is among all parameters of the step.
+        states: Their states.
+        names: Of the tensors in each state that a step takes.
+        master: Where the masters of half weights are.
+    """
 
     def __init__(
         self,
@@ -77,25 +86,22 @@ class Batch:
         places: list[int],
         states: list[dict[str, Any]],
         names: tuple[str, ...],
+        master: str,
     ) -> None:
-        self.group = group
-        self.params = params
+        self.group, self.params, self.states, self.names = group, params, states, names
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.half = self.dtype in master_bits.HALF_DTYPES
+        half = self.dtype in master_bits.HALF_DTYPES
+        self.half = master_bits.HalfStep(params, states, master) if half else None
         self.sharded = not all_plain(params)
-        self.states = states
-        self.names = names
-        """Of the tensors in each state that a step takes."""
+        self.getters = list(map(itemgetter, names))
+        self.columns = [locals_of(list(map(getter, states))) for getter in self.getters]
+        """For each of `names` the states of all parameters, this rank's parts of them."""
         whole = range(places[0], places[0] + len(places))
         contiguous = places == list(whole)
         self.own: Callable[[Any], Any] = itemgetter(
             *([slice(whole.start, whole.stop)] if contiguous else places)
         )
         """Picks what is for these out of values for each parameter of the step."""
-
-    def columns(self) -> list[list[Tensor]]:
-        """For each of `names` the states of all parameters, this rank's parts of them."""
-        return [locals_of([state[name] for state in self.states]) for name in self.names]
 
 
 def batches_of(optimizer: Optimizer, params: list[Tensor], rule: Rule, master: str) -> list[Batch]:
@@ -112,7 +118,8 @@ def batches_of(optimizer: Optimizer, params: list[Tensor], rule: Rule, master: s
             half = dtype in master_bits.HALF_DTYPES
             rows = (*names, master_bits.key_of(master)) if half else names
             states = [_state_of(optimizer, p, names, master) if rows else {} for p in some]
-            batches.append(Batch(group, some, [numbers[id(p)] for p in some], states, rows))
+            places = [numbers[id(p)] for p in some]
+            batches.append(Batch(group, some, places, states, rows, master))
     return batches
 
 

@@ -88,7 +88,7 @@ class FusedStep:
         plan, grads = self._tensor_plan, None
         with torch.no_grad():
             if plan is not None and plan.on_cpu and dispatch._path != "triton":
-                grads = plan.grads() if plan.holds(optimizer) else None
+                grads = plan.grads(optimizer)
             if plan is not None and grads is not None:
                 plan.run(grads, scaling)
             elif (launch := self._current_launch_plan(optimizer)) is not None:
@@ -99,14 +99,13 @@ class FusedStep:
 
     def _step_by_torch(self, optimizer: Optimizer, scaling: Scaling) -> None:
         """Takes the step in torch operations."""
-        plan, grads = self._tensor_plan, None
-        if plan is not None and plan.holds(optimizer):
-            grads = plan.grads()
+        plan = self._tensor_plan
+        grads = None if plan is None else plan.grads(optimizer)
         if plan is None or grads is None:
             self.forget()
             params = with_grad(optimizer.param_groups)
             plan = TensorPlan(Members(optimizer, params, self._rule, self._master))
-            self._tensor_plan, grads = plan, plan.grads() or []
+            self._tensor_plan, grads = plan, grads_laid_out(params) or []
         plan.run(grads, scaling)
 
     def planned(self, optimizer: Optimizer) -> PlannedStep | None:
@@ -212,21 +211,17 @@ class TensorPlan:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._columns = [batch.columns() for batch in members.batches]
-        """For each batch and name the states of all parameters."""
-        self._getters = [list(map(itemgetter, batch.names)) for batch in members.batches]
-        self._halves = [
-            master_bits.HalfStep(batch.params, batch.states, members.master) if batch.half else None
-            for batch in members.batches
-        ]
         self._dtypes = list(map(_DTYPE, members.params))
         self._sizes = list(map(Tensor.numel, members.params))
         self._strides = strides_of(locals_of(members.params))
         self.on_cpu = all(map(_ON_CPU, members.params))
         """Whether kernels are only used if somebody asks for them."""
 
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether the same parameters have gradients, and states, as when this was made."""
+    def grads(self, optimizer: Optimizer) -> list[Tensor] | None:
+        """This rank's gradients, laid out as the parameters; None if anything else has changed.
+
+        torch's fused step on the CPU takes all tensors for flat memory in the same order.
+        """
         members, params = self._members, self._members.params
         if not (
             members.same_params(optimizer)
@@ -235,28 +230,18 @@ class TensorPlan:
             and list(map(Tensor.numel, params)) == self._sizes
             and all(map(_ON_CPU, params)) is self.on_cpu
         ):
-            return False
+            return None
         here = params if set(map(type, params)) <= PLAIN else locals_of(params)
         if (all(map(Tensor.is_contiguous, here)) or strides_of(here)) != self._strides:
-            return False
+            return None
         try:
-            for batch, getters, columns in zip(
-                members.batches, self._getters, self._columns, strict=True
-            ):
-                for getter, column in zip(getters, columns, strict=True):
+            for batch in members.batches:
+                for getter, column in zip(batch.getters, batch.columns, strict=True):
                     found: Any = map(getter, batch.states)
                     if not all(map(is_, map(local, found) if batch.sharded else found, column)):
-                        return False
+                        return None
         except KeyError:  # one is gone
-            return False
-        return True
-
-    def grads(self) -> list[Tensor] | None:
-        """This rank's gradients, laid out as the parameters; None if one is missing.
-
-        torch's fused step on the CPU takes all tensors for flat memory in the same order.
-        """
-        params = self._members.params
+            return None
         grads = list(map(_GRAD, params))
         if self._strides is True and set(map(type, grads)) <= PLAIN:
             try:
@@ -273,10 +258,9 @@ class TensorPlan:
             if skip:
                 return
             skip = None
-        for batch, columns, half in zip(
-            self._members.batches, self._columns, self._halves, strict=True
-        ):
-            own, device, count = list(batch.own(grads)), batch.device, len(batch.names)
+        for batch in self._members.batches:
+            columns, half, count = batch.columns, batch.half, len(batch.names)
+            own, device = list(batch.own(grads)), batch.device
             moved = Scaling(
                 None if divisor is None else divisor.to(device, non_blocking=True),
                 None if skip is None else skip.to(device, non_blocking=True),

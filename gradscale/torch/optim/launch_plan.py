@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,17 +78,14 @@ class _Launch:
         here = locals_of(batch.params)
         self.table: Table = dispatch.new_table([p.numel() for p in here], batch.device)
         """Rows of addresses: gradients, parameters, and the states called `batch.names`."""
-        columns = batch.columns()
-        self._held = list(chain.from_iterable(columns))
-        """The states, so that no other tensor comes to lie where one of them lies."""
-        self._states_at = list(map(Tensor.data_ptr, self._held))
+        # The batch holds the states, so that no other tensor comes to lie where one of them lies.
+        self._states_at = list(map(Tensor.data_ptr, chain.from_iterable(batch.columns)))
         self._fixed = [*map(Tensor.data_ptr, here), *self._states_at]
-        self._getters = list(map(itemgetter, batch.names))
 
     def states_hold(self) -> bool:
         """Whether the states are where they were."""
         batch = self.batch
-        found = chain.from_iterable([map(getter, batch.states) for getter in self._getters])
+        found = chain.from_iterable([map(getter, batch.states) for getter in batch.getters])
         try:
             here = map(local, found) if batch.sharded else found
             return list(map(Tensor.data_ptr, here)) == self._states_at

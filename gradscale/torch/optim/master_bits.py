@@ -8,6 +8,7 @@ are; tests compare both. A float16 weight is never infinite because of its maste
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import SettingError, StateError
 from gradscale.torch.grads.dtensor import like_shards, local, locals_of
@@ -237,17 +239,7 @@ def restore_exact(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> No
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in zip(numbers, params, strict=True):
+        copied = functools.partial(Tensor.to, device=param.device, copy=True)
         for name, value in saved["state"].get(number, {}).items():
             if param.dtype in HALF_DTYPES and name != "step":
-                optimizer.state[param][name] = _copied(value, param.device)
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    """`value`, a state, with all tensors in it copied to `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item, device) for item in value)
-    return value
+                optimizer.state[param][name] = tree_map_only(Tensor, copied, value)

@@ -87,15 +87,13 @@ class Table:
         An allocator gives the gradients of a loop few different sets of addresses, so some are
         kept. Not in a CUDA graph, where they are a copy that every replay repeats.
         """
-        if capturing():
-            aligned = not any(address % ALIGNMENT for address in addresses)
-            return upload(addresses, torch.int64, self.device), aligned
         key = tuple(addresses)
-        found = self._kept.get(key)
+        found = None if capturing() else self._kept.get(key)
         if found is None:
             aligned = not any(address % ALIGNMENT for address in addresses)
-            found = self._ring.send(addresses), aligned
+            if capturing():
+                return upload(addresses, torch.int64, self.device), aligned
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            self._kept[key] = found
+            found = self._kept[key] = self._ring.send(addresses), aligned
         return found
