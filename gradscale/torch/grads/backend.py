@@ -60,13 +60,3 @@ def multiply(grads: Gradients, factor: Tensor) -> None:
         reference.multiply(grads.values, factor)
     else:
         dispatch.module("rescale").multiply(table.groups, move(factor, table.keys[0][0]))
-
-
-def clamp(grads: Gradients, limit: float) -> None:
-    """Holds every element of `grads` within `limit` of 0, in place; a NaN stays one."""
-    reference.clamp(grads.values, limit)
-
-
-def underflow(grads: Gradients, smallest_normal: float, like: Tensor) -> Tensor:
-    """The share of nonzero elements below `smallest_normal`, as float32 where `like` is."""
-    return reference.underflow(grads.values, smallest_normal, like)

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from gradscale.torch.grads import dispatch
+from gradscale.torch.grads.dispatch import Values as Values
 from gradscale.torch.grads.dtensor import PLAIN, all_plain, local_grad
-
-Values = dict[tuple[torch.device, torch.dtype], list[Tensor]]
-"""Dense real tensors by device and dtype: what a foreach operation takes at once."""
 
 _LAYOUT, _DTYPE, _IS_CPU = attrgetter("layout"), attrgetter("dtype"), attrgetter("is_cpu")
 _STRIDED = {torch.strided}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATHS = ("auto", "triton", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Values = dict[tuple[torch.device, torch.dtype], list[Tensor]]
-"""Tensors by device and dtype."""
+"""Dense real tensors by device and dtype: what a foreach operation takes at once."""
 _KEPT_TABLES = 64
 
 _path = "auto"

@@ -77,13 +77,9 @@ def rule_of(policy: Policy) -> int | None:
 def state_fields(state_type: Any) -> tuple[Field, ...]:
     """The words of a packed state of this NamedTuple type."""
     floats = LogMaxState._fields if state_type is LogMaxState else ("scale",)
-    return (
-        *COUNTERS,
-        *(
-            Field(name, torch.float32 if name in floats else torch.int32)
-            for name in state_type._fields
-        ),
-    )
+    dtypes = dict.fromkeys(floats, torch.float32)
+    own = [Field(name, dtypes.get(name, torch.int32)) for name in state_type._fields]
+    return (*COUNTERS, *own)
 
 
 def pack(state: Any, *, device: torch.device, bad_losses: int = 0, steps: int = 0) -> Tensor:
@@ -91,9 +87,8 @@ def pack(state: Any, *, device: torch.device, bad_losses: int = 0, steps: int = 
 
     `state` is a policy's NamedTuple of plain numbers.
     """
-    words = [bad_losses, steps, *state]
     kind: Any = type(state)
-    return _packed(state_fields(kind), words, device)
+    return _packed(state_fields(kind), [bad_losses, steps, *state], device)
 
 
 def views(packed: Tensor, state_type: Any) -> Any:

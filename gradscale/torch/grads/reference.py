@@ -48,8 +48,6 @@ class Measurement(NamedTuple):
     """The infinities and NaNs of every tensor, as rows, where a kernel has counted them."""
     finite_amax: Any = None
     """The largest finite scaled magnitude, where a kernel has found it."""
-    summary: Tensor | None = None
-    """What a kernel wrote, see `fields.SUMMARY`."""
 
 
 def clip_factor(norm: Any, max_norm: float) -> Any:

@@ -22,14 +22,6 @@ class AdamRule:
         largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
         return "exp_avg", "exp_avg_sq", *largest, "step"
 
-    def unsupported(self, group: Group) -> str | None:
-        """Why the kernel cannot step `group`, or None."""
-        if group["amsgrad"]:
-            return "the kernel does not do amsgrad"
-        if any(isinstance(beta, Tensor) for beta in group["betas"]):
-            return "the kernel does not take betas that are tensors"
-        return None
-
     def kernel_rule(self, group: Group) -> KernelRule:
         """Both averages."""
         beta1, beta2 = group["betas"]

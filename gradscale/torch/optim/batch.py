@@ -57,9 +57,6 @@ class Rule(Protocol):
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The states, in the kernel's order: as large as the parameter; then "step", if counted."""
 
-    def unsupported(self, group: Group) -> str | None:
-        """Which of a group's settings the kernel does not implement; None if it does all."""
-
     def kernel_rule(self, group: Group) -> KernelRule:
         """How the kernel steps a group."""
 
@@ -116,7 +113,7 @@ def batches_of(optimizer: Optimizer, params: list[Tensor], rule: Rule, master: s
         names = rule.state_names(group)
         for (_, dtype), some in mine.items():
             half = dtype in master_bits.HALF_DTYPES
-            rows = (*names, master_bits.key_of(master)) if half else names
+            rows = (*names, master_bits.KEYS[master]) if half else names
             states = [_state_of(optimizer, p, names, master) if rows else {} for p in some]
             places = [numbers[id(p)] for p in some]
             batches.append(Batch(group, some, places, states, rows, master))

@@ -127,7 +127,7 @@ class FusedStep:
         params = with_grad(groups)
         if not any(map(dispatch.uses_triton, {param.device for param in params})):
             return None
-        reason = launch_plan.unsupported(self._rule, groups, params)
+        reason = launch_plan.unsupported(groups, params)
         if reason is not None:
             if reason not in self._reasons:
                 self._reasons.add(reason)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from gradscale.torch.grads import dispatch
 from gradscale.torch.grads.dtensor import all_plain, local, local_grad, locals_of
 from gradscale.torch.optim import master_bits
-from gradscale.torch.optim.batch import Batch, Group, Rule, Scaling
+from gradscale.torch.optim.batch import Batch, Group, Scaling
 from gradscale.torch.step.contract import step_on_device
 
 if TYPE_CHECKING:
@@ -34,25 +34,26 @@ _INSTANCE_OVERRIDES = {"step", "grad_scale", "found_inf"}
 """What somebody may have put on an optimizer that only `step()` takes into account."""
 
 
-def unsupported(rule: Rule, groups: list[Group], params: list[Tensor]) -> str | None:
+def unsupported(groups: list[Group], params: list[Tensor]) -> str | None:
     """Why kernels cannot step `params`, those with gradients; None if they can."""
     if len({param.device for param in params}) > 1:
         return "the parameters are on several devices"
     if len(set(map(id, params))) < len(params):
         return "the kernel takes every parameter once"
-    reasons = chain([unsupported_setting(rule, groups)], map(_unsupported_param, params))
+    reasons = chain([_unsupported_setting(groups)], map(_unsupported_param, params))
     return next(filter(None, reasons), None)
 
 
-def unsupported_setting(rule: Rule, groups: list[Group]) -> str | None:
+def _unsupported_setting(groups: list[Group]) -> str | None:
     """Which setting the kernel does not implement; None if it does all."""
     for group in groups:
         lr = group["lr"]
         if isinstance(lr, Tensor) and not dispatch.uses_triton(lr.device):
             return "the kernel takes a learning rate that is a number or a tensor on the device"
-        reason = rule.unsupported(group)
-        if reason is not None:
-            return reason
+        if group.get("amsgrad"):
+            return "the kernel does not do amsgrad"
+        if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+            return "the kernel does not take betas that are tensors"
     return None
 
 
@@ -164,7 +165,7 @@ class LaunchPlan:
         """Whether all but the gradients is as it was: settings, states, and where they are."""
         members = self.members
         return (
-            unsupported_setting(members.rule, optimizer.param_groups) is None
+            _unsupported_setting(optimizer.param_groups) is None
             and members.same_states(optimizer)
             and all(launch.states_hold() for launch in self._launches)
             and dispatch.addresses_of_plain(locals_of(members.params)) == self._params_at

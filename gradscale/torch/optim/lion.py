@@ -18,10 +18,6 @@ class LionRule:
         """The average."""
         return ("exp_avg",)
 
-    def unsupported(self, group: Group) -> str | None:
-        """None: the kernel implements all settings."""
-        return None
-
     def kernel_rule(self, group: Group) -> KernelRule:
         """Both betas."""
         numbers = [number for beta in group["betas"] for number in (float(beta), 1.0 - beta)]
@@ -29,10 +25,15 @@ class LionRule:
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """One parameter after the other, in torch operations."""
-        divisor, skip = scaling.divisor, scaling.skip
+        divisor, skip, (first, second) = scaling.divisor, scaling.skip, group["betas"]
+        device = lists.params[0].device
+        lr = group["lr"].to(device) if isinstance(group["lr"], Tensor) else group["lr"]
         for param, grad, average in zip(lists.params, lists.grads, lists.states[0], strict=True):
             unscaled = grad if divisor is None else grad / divisor
-            new, new_average = _stepped(param, unscaled, average, group)
+            g = -unscaled if group["maximize"] else unscaled
+            direction = (first * average + (1 - first) * g).sign()
+            new = param * (1 - lr * group["weight_decay"]) - lr * direction
+            new_average = second * average + (1 - second) * g
             if skip is not None:
                 new = torch.where(skip != 0, param, new)
                 new_average = torch.where(skip != 0, average, new_average)
@@ -40,16 +41,6 @@ class LionRule:
                 grad.copy_(unscaled)
             param.copy_(new)
             average.copy_(new_average)
-
-
-def _stepped(param: Tensor, grad: Tensor, average: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """The parameter and the average after a step."""
-    first, second = group["betas"]
-    lr = group["lr"].to(param.device) if isinstance(group["lr"], Tensor) else group["lr"]
-    grad = -grad if group["maximize"] else grad
-    direction = (first * average + (1 - first) * grad).sign()
-    new = param * (1 - lr * group["weight_decay"]) - lr * direction
-    return new, second * average + (1 - second) * grad
 
 
 @steps_fused

@@ -23,9 +23,10 @@ from gradscale.torch.grads.dtensor import like_shards, local, locals_of
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The formats whose weights have masters."""
-MODES = ("float32", "split")
 MASTER, LOW_BITS = "master", "master_low"
 """The keys of masters in an optimizer's state: float32, and int16 beside the weight."""
+KEYS = {"float32": MASTER, "split": LOW_BITS}
+"""The key of masters of each mode."""
 LARGEST = torch.finfo(torch.float16).max
 _VERSION = attrgetter("_version")
 _FEW_ELEMENTS = 2**20
@@ -34,14 +35,9 @@ _FEW_ELEMENTS = 2**20
 
 def check_mode(mode: str) -> str:
     """`mode`; a SettingError if there is none of this name."""
-    if mode not in MODES:
-        raise SettingError(f"master must be one of {', '.join(MODES)}, got {mode!r}.")
+    if mode not in KEYS:
+        raise SettingError(f"master must be one of {', '.join(KEYS)}, got {mode!r}.")
     return mode
-
-
-def key_of(mode: str) -> str:
-    """The key of masters of this `mode` in a state."""
-    return MASTER if mode == "float32" else LOW_BITS
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
@@ -122,15 +118,11 @@ def as_state(param: Tensor, value: Tensor, name: str, dtype: torch.dtype) -> Ten
             f"The state {name!r} of a parameter of shape {tuple(param.shape)} has shape "
             f"{tuple(value.shape)}. Load a state that was saved with these parameters."
         )
-    if value.dtype is dtype and value.device == param.device and _same_layout(value, param):
+    flat = value.is_contiguous() and param.is_contiguous()
+    same_layout = flat or value.stride() == param.stride()
+    if value.dtype is dtype and value.device == param.device and same_layout:
         return value
     return torch.empty_like(param, dtype=dtype).copy_(value)
-
-
-def _same_layout(value: Tensor, param: Tensor) -> bool:
-    """Whether both have their elements in the same order."""
-    flat = value.is_contiguous() and param.is_contiguous()
-    return flat or value.stride() == param.stride()
 
 
 def write(param: Tensor, state: dict[str, Any], master: Tensor, mode: str) -> None:

@@ -19,10 +19,6 @@ class SGDRule:
         """With momentum its buffer, and a counter: the first step takes no dampening."""
         return ("momentum_buffer", "step") if group["momentum"] else ()
 
-    def unsupported(self, group: Group) -> str | None:
-        """None: the kernel implements all settings."""
-        return None
-
     def kernel_rule(self, group: Group) -> KernelRule:
         """The momentum, and the share of a gradient that dampening leaves."""
         momentum = float(group["momentum"])
@@ -31,40 +27,35 @@ class SGDRule:
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """Takes torch's fused step."""
-        # torch recognises a first step by a buffer that does not exist, and leaves a new one
-        # uninitialised if the step is skipped. Zeros, and no dampening, have the same result.
-        if group["dampening"] and lists.steps:
+        lr, dampening, parts = group["lr"], group["dampening"], [(lists, group["dampening"])]
+        if isinstance(lr, Tensor) and not lr.is_cpu:
+            lr = lr.to(lists.params[0].device)
+        if dampening and lists.steps:
+            # torch recognises a first step by a buffer that does not exist, and leaves a new one
+            # uninitialised if the step is skipped. Zeros, and no dampening, have the same result.
             first = [float(count) == 0 for count in lists.steps]
-            _step(group, _chosen(lists, first), scaling, dampening=0.0)
-            later = _chosen(lists, [not each for each in first])
-            _step(group, later, scaling, group["dampening"])
-        else:
-            _step(group, lists, scaling, group["dampening"])
+            later = [not each for each in first]
+            parts = [(_chosen(lists, first), 0.0), (_chosen(lists, later), dampening)]
+        for some, share in parts:
+            if some.params:
+                torch._fused_sgd_(
+                    some.params,
+                    some.grads,
+                    some.states[0] if some.states else [],
+                    weight_decay=group["weight_decay"],
+                    momentum=group["momentum"],
+                    lr=lr,
+                    dampening=share,
+                    nesterov=group["nesterov"],
+                    maximize=group["maximize"],
+                    is_first_step=False,
+                    grad_scale=scaling.divisor,
+                    found_inf=scaling.skip,
+                )
         if lists.steps:
             one = torch.ones((), device=lists.steps[0].device)
             count = one if scaling.skip is None else one - scaling.skip
             torch._foreach_add_(lists.steps, [count] * len(lists.steps))
-
-
-def _step(group: Group, lists: TensorLists, scaling: Scaling, dampening: float) -> None:
-    """Takes the step by torch's fused operator, with this `dampening`."""
-    if not lists.params:
-        return
-    lr, device = group["lr"], lists.params[0].device
-    torch._fused_sgd_(
-        lists.params,
-        lists.grads,
-        lists.states[0] if lists.states else [],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=lr if not isinstance(lr, Tensor) or lr.is_cpu else lr.to(device),
-        dampening=dampening,
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        is_first_step=False,
-        grad_scale=scaling.divisor,
-        found_inf=scaling.skip,
-    )
 
 
 def _chosen(lists: TensorLists, mask: list[bool]) -> TensorLists:

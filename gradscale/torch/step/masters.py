@@ -17,6 +17,7 @@ from torch import Tensor
 from gradscale.policy import GradStats
 from gradscale.torch.grads import backend
 from gradscale.torch.grads.collect import Gradients, with_grad, with_grad_of
+from gradscale.torch.grads.reference import clamp
 from gradscale.torch.grads.scale import Scale, constant
 from gradscale.torch.step.contract import is_capable, step_on_device
 from gradscale.torch.step.entries import UNSCALED, OptimizerEntry
@@ -110,7 +111,7 @@ def step_with_masters(
     try:
         if step.limit is not None:
             grads = Gradients(with_grad(optimizer.param_groups))
-            backend.clamp(grads, step.limit)
+            clamp(grads.values, step.limit)
             _multiply(grads, step.clip)
         if is_capable(optimizer):
             result = step_on_device(optimizer, None, found_inf, args, kwargs)

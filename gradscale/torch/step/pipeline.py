@@ -246,7 +246,7 @@ class Pipeline:
         """Measures the share of gradients that underflow, in every so many steps."""
         if self.is_underflow_due(step):
             smallest = self.state.format.smallest_normal
-            share = backend.underflow(step.grads, smallest, step.scale.tensor)
+            share = reference.underflow(step.grads.values, smallest, step.scale.tensor)
             for entry in step.entries:
                 entry.underflow = share
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradscale.torch.grads import backend
-from gradscale.torch.grads.reference import clip_factor
+from gradscale.torch.grads.reference import clamp, clip_factor
 from gradscale.torch.grads.scale import move
 from gradscale.torch.step.agreement import agree
 from gradscale.torch.step.result import Step
@@ -40,7 +40,7 @@ def unscale_and_clip(pipeline: Pipeline, step: Step) -> None:
 
 def limit_elements(pipeline: Pipeline, step: Step, limit: float, max_norm: float | None) -> None:
     """Limits the elements of unscaled gradients, and then finds what clips their norm."""
-    backend.clamp(step.grads, limit)
+    clamp(step.grads.values, limit)
     if max_norm is not None:
         found = backend.measure(step.grads, step.scale.unit(), max_norm=max_norm)
         step.clip = found.clip

@@ -202,23 +202,10 @@ def _launch(
     before = 0
     try:
         for dtype, table in tables:
-            _measure(
-                table.chunks.total,
-                (
-                    table.addresses,
-                    *_workspace(table),
-                    *shared,
-                    counts,
-                    scale,
-                    before,
-                    tensors,
-                    *numbers,
-                    *rest,
-                ),
-                (ELEMENTS[dtype], CHUNK, table.aligned, *constants),
-                formats,
-                num_warps=8,
-            )
+            space = (table.addresses, *_workspace(table), *shared, counts)
+            arguments = (*space, scale, before, tensors, *numbers, *rest)
+            form = (ELEMENTS[dtype], CHUNK, table.aligned, *constants)
+            _measure(table.chunks.total, arguments, form, formats, num_warps=8)
             before += table.tensors
     except BaseException:
         # Some programs have arrived, and those that they wait for never will.
