@@ -25,15 +25,7 @@ def measure(
     amax: bool = False,
     max_norm: float | None = None,
 ) -> Measurement:
-    """What `grads` are like, before they are unscaled in place, if they are to be.
-
-    Args:
-        grads: The gradients, which have the scale `scale`.
-        scale: Their scale.
-        unscale: Whether to divide them by it.
-        amax: Whether the largest magnitude must be measured, also where that takes longer.
-        max_norm: Measures the 2-norm, and what clips it to this; None does not.
-    """
+    """What `grads` are like, before they are unscaled in place: `reference.measure`, by kernels."""
     table = grads.table if scale.number is None else None
     if table is None:
         return reference.measure(grads, scale, unscale=unscale, amax=amax, max_norm=max_norm)

@@ -8,10 +8,9 @@ before, which is the usual case, nothing is sent to the device.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,8 +195,7 @@ class LaunchPlan:
                 master_bits.adopt_edits([local(param)], [local(master)])
 
 
-@dataclass(frozen=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """A step whose gradients have been found and checked: `step.contract.FusedPlan`."""
 
     optimizer: Optimizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import math
 from typing import Any
 
@@ -122,3 +124,13 @@ def test_a_subclass_or_slow_growth_has_no_rule_in_kernels() -> None:
         None,
     ]
     assert packed.rule_of(Dynamic(slow_growth_above=1.0)) is packed.rule_of(Mine()) is None
+
+
+def test_offsets_in_kernels_are_part_of_the_key_of_a_compiled_kernel() -> None:
+    language = pytest.importorskip("triton.language")
+    offsets = importlib.import_module("gradscale.torch.grads.triton.offsets")
+    here, moved = offsets.Offsets(SUMMARY), offsets.Offsets(SUMMARY[::-1])
+    # Triton's key has the text of every constexpr that a kernel refers to.
+    assert isinstance(here, language.constexpr)
+    assert str(here) != str(moved)
+    assert copy.deepcopy(here).amax == here.value.amax == offset(SUMMARY, "amax") != moved.amax
