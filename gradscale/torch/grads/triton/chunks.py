@@ -63,11 +63,17 @@ def split(x):
 
 
 @triton.jit
-def load(pointer, offsets, left, WHOLE: tl.constexpr):
-    """Elements as float32, 0 beyond the end. Unmasked where possible: masks forbid wide loads."""
+def fetch(pointer, offsets, left, WHOLE: tl.constexpr):
+    """Elements, 0 beyond the end. Unmasked where possible: masks forbid wide loads."""
     if WHOLE:
-        return tl.load(pointer + offsets).to(tl.float32)
-    return tl.load(pointer + offsets, mask=offsets < left, other=0.0).to(tl.float32)
+        return tl.load(pointer + offsets)
+    return tl.load(pointer + offsets, mask=offsets < left, other=0)
+
+
+@triton.jit
+def load(pointer, offsets, left, WHOLE: tl.constexpr):
+    """Elements as float32, 0 beyond the end."""
+    return fetch(pointer, offsets, left, WHOLE).to(tl.float32)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradscale.torch.grads.triton.chunks import (
     ELEMENTS,
     chunk_of,
+    fetch,
     load,
     pointer_to,
     power_of_two,
@@ -74,13 +75,8 @@ def _weight(param, master, offsets, left, MASTER: tl.constexpr, WHOLE: tl.conste
     if MASTER == _FLOAT32:
         return load(master, offsets, left, WHOLE)
     if MASTER == _SPLIT:
-        if WHOLE:
-            low = tl.load(master + offsets)
-            high = tl.load(param + offsets)
-        else:
-            low = tl.load(master + offsets, mask=offsets < left, other=0)
-            high = tl.load(param + offsets, mask=offsets < left, other=0.0)
-        return _joined(high, low)
+        low = fetch(master, offsets, left, WHOLE)
+        return _joined(fetch(param, offsets, left, WHOLE), low)
     return load(param, offsets, left, WHOLE)
 
 
@@ -89,12 +85,8 @@ def _put_weight(param, master, offsets, left, p, MASTER: tl.constexpr, WHOLE: tl
     """Writes weights, rounded, and their masters."""
     if MASTER == _SPLIT:
         high, low = _parted(p, param.dtype.element_ty)
-        if WHOLE:
-            tl.store(param + offsets, high)
-            tl.store(master + offsets, low)
-        else:
-            tl.store(param + offsets, high, mask=offsets < left)
-            tl.store(master + offsets, low, mask=offsets < left)
+        store(param, offsets, left, high, WHOLE)
+        store(master, offsets, left, low, WHOLE)
     else:
         if MASTER == _FLOAT32:
             store(master, offsets, left, p, WHOLE)
