@@ -128,18 +128,7 @@ class Addresses(NamedTuple):
     """True if all are contiguous, else their strides."""
 
 
-def addresses_of(tensors: Sequence[Any]) -> Addresses | None:
-    """The addresses of `tensors`; None if one is missing, sparse, or of a subclass."""
-    # A subclass (DTensor, say) need not keep its numbers at its address.
-    if not all_plain(tensors):
-        return None
-    try:
-        return addresses_of_plain(tensors)
-    except RuntimeError:  # sparse tensors have no address
-        return None
-
-
-def addresses_of_plain(tensors: Sequence[Any]) -> Addresses:
+def addresses_of(tensors: Sequence[Any]) -> Addresses:
     """The addresses of `tensors`, which must be dense and of no subclass."""
     pointers = list(map(Tensor.data_ptr, tensors))
     flat = all(map(Tensor.is_contiguous, tensors))
@@ -169,8 +158,12 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
     The one of the last call is returned if formats, sizes, layouts and addresses are the same; if
     only addresses differ, its tables are sent the new ones.
     """
-    found = addresses_of(grads)
-    if found is None:
+    # A subclass (DTensor, say) need not keep its numbers at its address.
+    if not all_plain(grads):
+        return None
+    try:
+        found = addresses_of(grads)
+    except RuntimeError:  # sparse tensors have no address
         return None
     pointers = found.pointers
     # Lists of one kind of value, because pairs take twice as long to make.
@@ -178,20 +171,17 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
     stream = _stream(params[0].device)
     key = (stream, id(params[0]), len(params))
     known = None if stream is None else _located.get(key)
-    same = known is not None and known.facts[0] == facts
-    if known is not None and same and known.facts[1] == pointers:
-        return known
-    if known is not None and same:
-        for places, (_, table) in zip(known.facts[2], known.groups, strict=True):
-            table.point_to(
-                pointers if len(places) == len(pointers) else [pointers[p] for p in places]
-            )
-        known.facts[1][:] = pointers
+    if known is not None and known.facts[0] == facts:
+        if known.facts[1] != pointers:
+            for places, (_, table) in zip(known.facts[2], known.groups, strict=True):
+                whole = len(places) == len(pointers)
+                table.point_to(pointers if whole else [pointers[place] for place in places])
+            known.facts[1][:] = pointers
         return known
     order: dict[Any, list[int]] = {}
     for place, grad in enumerate(grads):
         order.setdefault((grad.device, grad.dtype), []).append(place)
-    if not fit({key: [grads[place] for place in places] for key, places in order.items()}):
+    if not fit({kind: [grads[place] for place in places] for kind, places in order.items()}):
         return None
     groups = []
     for (device, dtype), places in order.items():

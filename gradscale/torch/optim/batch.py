@@ -67,13 +67,8 @@ class Rule(Protocol):
 class Batch:
     """Parameters of one group, device and dtype that have gradients, with their states.
 
-    Args:
-        group: Their group.
-        params: The parameters.
-        places: Where each is among all parameters of the step.
-        states: Their states.
-        names: Of the tensors in each state that a step takes.
-        master: Where the masters of half weights are.
+    `places` are where they are among all parameters of the step, `names` those of the tensors in
+    each state that a step takes.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class LaunchPlan:
     def __init__(self, members: Members) -> None:
         self.members = members
         self._launches = [_Launch(batch) for batch in members.batches]
-        self._params_at = dispatch.addresses_of_plain(locals_of(members.params))
+        self._params_at = dispatch.addresses_of(locals_of(members.params))
         self._grads_at: Any = None
         self._bytes: list[int] = []
         """Of the gradients: a view, or another format, at the same address has another number."""
@@ -134,7 +134,7 @@ class LaunchPlan:
         """Takes the addresses of `grads`, this rank's; False if they are not like those before."""
         known = self._grads_at
         try:
-            found: Any = dispatch.addresses_of_plain(grads)
+            found: Any = dispatch.addresses_of(grads)
         except (TypeError, RuntimeError):  # one is missing, or sparse
             return False
         sizes = list(map(_BYTES, grads))
@@ -143,8 +143,7 @@ class LaunchPlan:
         self._bytes = sizes
         if known is not None and found == known and not dispatch.capturing():
             return True
-        found = dispatch.addresses_of(grads)
-        if found is None or (known is not None and found.layout != known.layout):
+        if not all_plain(grads) or (known is not None and found.layout != known.layout):
             return False
         self._grads_at = found
         for launch in self._launches:
@@ -167,7 +166,7 @@ class LaunchPlan:
             _unsupported_setting(optimizer.param_groups) is None
             and members.same_states(optimizer)
             and all(launch.states_hold() for launch in self._launches)
-            and dispatch.addresses_of_plain(locals_of(members.params)) == self._params_at
+            and dispatch.addresses_of(locals_of(members.params)) == self._params_at
         )
 
     def run(self, state: dict[Any, dict[str, Any]], scaling: Scaling) -> None:
