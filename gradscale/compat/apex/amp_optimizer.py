@@ -77,7 +77,7 @@ class AmpOptimizer:
         for hook in self._hooks:
             hook.remove()
         if self.masters is not None:
-            self.masters.detach()
+            self.masters.store.detach()
         vars(self.optimizer).pop("_amp_stash", None)
 
     def params(self) -> Iterable[Tensor]:

@@ -89,6 +89,7 @@ class MixedPrecision:
         if not isinstance(policy, Static | Off | Dynamic):  # all others have a format
             policy = replace(policy, format=self.mode.passes)
         self._device = device_of(self.models[0]).type
+        self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
         self._masters = convert(self.models, self.optimizers, self.mode, list(keep_float32))
         self._accumulation: Accumulation | None = None
@@ -112,9 +113,7 @@ class MixedPrecision:
 
     def autocast(self) -> torch.autocast:
         """A context in which operations run in the format of the mode."""
-        dtype = self.mode.dtype
-        on = dtype is not torch.float32
-        return torch.autocast(self._device, dtype=dtype if on else None, enabled=on)
+        return torch.autocast(self._device, dtype=self._dtype, enabled=self._dtype is not None)
 
     def backward(self, loss: Any, **settings: Any) -> None:
         """Scales `loss`, a tensor or several, and runs its backward pass.
@@ -190,16 +189,18 @@ class MixedPrecision:
         """
         if self._accumulation is not None:
             raise CallOrderError("step() was called within accumulate(). Call it after the block.")
-        several = self.optimizers if optimizer is None else as_optimizers(optimizer, "step()")
-        strange = [each for each in several if all(each is not own for own in self.optimizers)]
-        if strange:
-            raise SettingError(
-                "step() takes the optimizers that MixedPrecision was made with, got "
-                f"{type(strange[0]).__name__}."
-            )
+        chosen: Any = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
+        if optimizer is not None:
+            chosen = as_optimizers(optimizer, "step()")
+            for each in chosen:
+                if all(each is not own for own in self.optimizers):
+                    raise SettingError(
+                        "step() takes the optimizers that MixedPrecision was made with, got "
+                        f"{type(each).__name__}."
+                    )
         with _in_our_words():
             return self.scaler.apply(
-                several, clip_norm=clip_norm, clip_value=clip_value, closure=closure
+                chosen, clip_norm=clip_norm, clip_value=clip_value, closure=closure
             )
 
     def run(
@@ -359,7 +360,7 @@ class MixedPrecision:
         return state.float32_state(chosen, self.optimizers, self._masters)
 
     def __getstate__(self) -> dict[str, Any]:
-        masters = [None if own is None else own.pairs() for own in self._masters]
+        masters = [None if own is None else own.store.pairs() for own in self._masters]
         return {**vars(self), "_masters": masters}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
@@ -367,7 +368,7 @@ class MixedPrecision:
         self._masters = [masters_of(optimizer, self.mode) for optimizer in self.optimizers]
         for own, pairs in zip(self._masters, values["_masters"], strict=True):
             if own is not None:
-                own.set_pairs(pairs)
+                own.store.set_pairs(pairs)
         self._attach()
         for each, settings in self._followed:
             self.scaler.follow(each, **settings)

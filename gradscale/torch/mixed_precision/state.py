@@ -54,7 +54,7 @@ def load(
     # reference. Weights are written in place; they come last, and their names and shapes were
     # checked.
     kept = [(each, each.state, each.param_groups) for each in optimizers]
-    pairs = [(own, own.pairs()) for own in masters if own is not None]
+    pairs = [(own, own.store.pairs()) for own in masters if own is not None]
     before = [(each, copy.deepcopy(each.state_dict())) for each in followed]
     scale = scaler.state_dict()
     try:
@@ -69,7 +69,7 @@ def load(
         for optimizer, states, groups in kept:
             optimizer.__setstate__({"state": states, "param_groups": groups})
         for own, old in pairs:
-            own.set_pairs(old)
+            own.store.set_pairs(old)
         for each, old in before:
             each.load_state_dict(old)
         scaler.load_state_dict(scale)
@@ -149,7 +149,7 @@ def float32_state(
         plain = value.detach()
         if plain.dtype in HALF_DTYPES and id(value) in owners:
             optimizer, own = owners[id(value)]
-            found = optimizer.state.get(value, {}) if own is None else own.values(value)
+            found = optimizer.state.get(value, {}) if own is None else own.store.values(value)
             if MASTER in found or LOW_BITS in found:
                 master = master_of(plain, found)
                 # Somebody may have written to the weight since.

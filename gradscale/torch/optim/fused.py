@@ -241,8 +241,8 @@ class TensorPlan:
         """For each batch and name the states of all parameters."""
         self._getters = [list(map(itemgetter, batch.names)) for batch in members.batches]
         self._halves = [
-            master_bits.HalfStep(batch.params, batch.states, master) if batch.half else None
-            for batch in members.batches
+            master_bits.HalfStep(batch.params, columns[-1], master) if batch.half else None
+            for batch, columns in zip(members.batches, self._columns, strict=True)
         ]
         self._dtypes = list(map(_DTYPE, members.params))
         self._sizes = list(map(Tensor.numel, members.params))
@@ -310,7 +310,7 @@ class TensorPlan:
             params, wide = locals_of(batch.params) if batch.sharded else batch.params, own
             if half is not None:
                 count -= 1
-                params, wide = half.begin(columns[count], own)
+                params, wide = half.begin(own)
             steps: list[Tensor] = []
             if count and batch.names[count - 1] == "step":
                 count -= 1

@@ -40,12 +40,15 @@ def agree(
         norm: The norm of this rank's gradients, where it is another than was measured first.
     """
     groups = groups_of(entries)
-    iteration, scale = passes.origin(), step.scale
+    iteration, scale = passes.last or passes.current(), step.scale
     losses = _losses_here(state, iteration)
     if norm is None and step.measured is not None:
         norm = step.measured.stats.norm
-    part = None
-    if norm is not None:
+    part = norm
+    counts = entries[0].counts if len(entries) == 1 else None
+    if norm is not None and step.grads.params and counts is False:
+        part = 0.0
+    elif norm is not None and counts is None:
         # The gradients as they are by now may have to be read again.
         now = scale.unit() if step.in_place else scale
         part = part_of_norm(step.grads.params, groups, norm, now)
@@ -79,6 +82,8 @@ def agree(
 
 def groups_of(entries: Sequence[OptimizerEntry]) -> list[Group]:
     """The groups that must agree on the gradients of `entries`, all together."""
+    if len(entries) == 1:
+        return entries[0].groups
     found: list[Group] = []
     for entry in entries:
         for group in entry.groups:
