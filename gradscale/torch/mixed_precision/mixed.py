@@ -326,14 +326,7 @@ class MixedPrecision:
         Of what `follow()` was given, that is what has a state: no plain functions. Not the random
         state and the place in the data: see gradscale.torch.checkpoint. **Waits for the device.**
         """
-        return state.save(
-            self.mode.name,
-            self.models,
-            self.optimizers,
-            self.scaler,
-            [each for each, _ in self._followed],
-            self.retries,
-        )
+        return state.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict()` gave.
@@ -341,10 +334,8 @@ class MixedPrecision:
         Raises:
             StateError: It is of another mode or of other models; nothing was loaded.
         """
-        parts, followed = (self.models, self.optimizers), [each for each, _ in self._followed]
-        state.check(state_dict, self.mode.name, *parts, followed)
-        state.load(state_dict, *parts, self.scaler, followed, self._masters)
-        self.retries = state_dict["retries"]
+        state.check(self, state_dict)
+        state.load(self, state_dict)
 
     def float32_model_state(self, model: nn.Module | None = None) -> dict[str, Any]:
         """The `state_dict()` of a model in float32, with masters for weights: for export.
@@ -356,8 +347,7 @@ class MixedPrecision:
             raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
         if model is not None and all(model is not each for each in self.models):
             raise SettingError("model must be one that MixedPrecision was made with.")
-        chosen = self.models[0] if model is None else model
-        return state.float32_state(chosen, self.optimizers, self._masters)
+        return state.float32_state(self, self.models[0] if model is None else model)
 
     def __getstate__(self) -> dict[str, Any]:
         masters = [None if own is None else own.store.pairs() for own in self._masters]
