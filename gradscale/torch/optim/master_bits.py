@@ -27,7 +27,7 @@ MASTER, LOW_BITS = "master", "master_low"
 LARGEST = torch.finfo(torch.float16).max
 _DTYPE, _IS_CPU, _VERSION = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("_version")
 _FEW_ELEMENTS = 2**20
-"""Up to so many float32 gradients are kept: 4 MiB."""
+"""Up to so many elements of small weights on the CPU are kept as one flat tensor: 4 MiB."""
 flatten = torch._C._nn.flatten_dense_tensors
 unflatten = torch._C._nn.unflatten_dense_tensors
 
@@ -86,7 +86,7 @@ def are_small(tensors: list[Tensor]) -> bool:
         and all_plain(tensors)
         and all(map(_IS_CPU, tensors))
         and len(set(map(_DTYPE, tensors))) == 1
-        and sum(map(Tensor.numel, tensors)) <= _FEW_ELEMENTS
+        and 0 < sum(map(Tensor.numel, tensors)) <= _FEW_ELEMENTS
         and all(map(Tensor.is_contiguous, tensors))
     )
 

@@ -75,7 +75,7 @@ class ClosureStep:
             entry.stats = entry.stats._replace(fits=no)
         step = pipeline.step_of([entry])
         if entry.groups:
-            agree(pipeline.consensus, pipeline.state, pipeline.passes, [entry], step)
+            agree(pipeline, step)
         pipeline.decide(step)
         step.loss = result
         pipeline.record(step)

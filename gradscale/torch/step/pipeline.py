@@ -285,7 +285,7 @@ class Pipeline:
         """Combines what was found with the other ranks that must decide alike."""
         for entry in step.entries:
             if entry.groups:
-                norm = agree(self.consensus, self.state, self.passes, step.entries, step)
+                norm = agree(self, step)
                 if max_norm is not None:
                     step.clip = clip_factor(norm, max_norm)
                 return
