@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from gradscale.checkpoints import peers
 from gradscale.compat.apex import models as casts
-from gradscale.compat.apex.amp_optimizer import AmpOptimizer, finish
+from gradscale.compat.apex.amp_optimizer import AmpOptimizer, scaled_pass
 from gradscale.compat.apex.functions import (
     REGISTRY,
     float_function,
@@ -215,24 +215,14 @@ def scale_loss(
         return
     several = _amp_optimizers(optimizers)
     scaler = _scaler(loss_id)
-    scale = scaler.loss_scale()
-    if all(one.idle for one in several) and not scaler.dynamic and scale == 1:
+    if all(one.idle for one in several) and not scaler.dynamic and scaler.loss_scale() == 1:
         yield loss.float()
         return
-    for one in several:
-        one.prepare(scaler, scale)
-    try:
-        yield scaler.multiply(loss)
-    except BaseException:
-        for one in several:
-            one.give_up()
-        raise
-    if delay_unscale:
-        several = [one for one in several if not one.conclude(scaler, scale)]
-    if several:
-        result = finish(several, scaler, scale)
-        if not delay_overflow_check:
-            result.good()
+    with scaled_pass(several, scaler, loss, delay_unscale) as scaled:
+        yield scaled
+    for one in several if not delay_overflow_check else ():
+        if one.pending is None:
+            one.results[-1].good()
 
 
 def _scaler(loss_id: Any) -> LossScaler:

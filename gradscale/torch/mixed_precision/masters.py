@@ -260,7 +260,8 @@ class Masters:
         parts: list[Tensor] = locals_of(weights)
         stored = [local(each.values[master_bits.key_of(mode)]) for each in kept]
         lows = stored if mode == "split" else []
-        flat = master_bits.flat_or_none(parts, stored, mode) if again else None
+        small = again and master_bits.are_small(parts)
+        flat = FlatWeights(parts, stored, mode) if small else None
         with torch.no_grad():
             masters = master_bits.join_all(parts, lows, flat) if lows else stored
         own = [list(group["params"]) for group in self._optimizer.param_groups]

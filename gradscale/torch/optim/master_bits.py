@@ -123,8 +123,13 @@ def set_master(param: Tensor, state: dict[str, Any], value: Tensor, mode: str) -
     value = local(value)
     if mode == "float32":
         state[MASTER] = like_shards(value, param)
+        return
+    high, low = split(value, param.dtype)
+    local(param).copy_(high)
+    if LOW_BITS in state:
+        local(state[LOW_BITS]).copy_(low)
     else:
-        write(param, state, value, mode)
+        state[LOW_BITS] = like_shards(low, param)
 
 
 def as_state(param: Tensor, value: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -146,19 +151,6 @@ def _same_layout(value: Tensor, param: Tensor) -> bool:
     """Whether both have their elements in the same order."""
     flat = value.is_contiguous() and param.is_contiguous()
     return flat or value.stride() == param.stride()
-
-
-def write(param: Tensor, state: dict[str, Any], master: Tensor, mode: str) -> None:
-    """Writes this rank's part of `param` and of its master; in place where there is one."""
-    if mode == "float32":
-        write_weights([local(param)], [local(state[MASTER]).copy_(master)])
-        return
-    high, low = split(master, param.dtype)
-    local(param).copy_(high)
-    if LOW_BITS in state:
-        local(state[LOW_BITS]).copy_(low)
-    else:
-        state[LOW_BITS] = like_shards(low, param)
 
 
 def write_weights(weights: list[Tensor], masters: list[Tensor]) -> None:
@@ -216,11 +208,6 @@ def _parts(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tens
     return flat, list(unflatten(flat, weights))
 
 
-def flat_or_none(weights: list[Tensor], stored: list[Tensor], mode: str) -> FlatWeights | None:
-    """What treats all of `weights` at once; None if they are not small."""
-    return FlatWeights(weights, stored, mode) if are_small(weights) else None
-
-
 def join_all(weights: list[Tensor], lows: list[Tensor], flat: FlatWeights | None) -> list[Tensor]:
     """The float32 masters of `weights` with these low bits; plain tensors."""
     if flat is not None:
@@ -264,7 +251,8 @@ class HalfStep:
         self._params = params
         self._stored = stored
         self._lows = stored if mode == "split" else []
-        self._flat = flat_or_none(locals_of(params), stored, mode)
+        small = are_small(locals_of(params))
+        self._flat = FlatWeights(locals_of(params), stored, mode) if small else None
         self._marks: Any = None
         """Of the weights, as they were written last."""
 
