@@ -251,14 +251,16 @@ class HalfStep:
         self._params = params
         self._stored = stored
         self._lows = stored if mode == "split" else []
-        small = are_small(locals_of(params))
-        self._flat = FlatWeights(locals_of(params), stored, mode) if small else None
+        self._weights = locals_of(params)
+        small = are_small(self._weights)
+        self._flat = FlatWeights(self._weights, stored, mode) if small else None
         self._marks: Any = None
         """Of the weights, as they were written last."""
 
     def begin(self, grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The masters and `grads`, both in float32."""
         weights, masters = locals_of(self._params), self._stored
+        self._weights = weights
         if self._flat is None:
             wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         else:
@@ -272,9 +274,8 @@ class HalfStep:
 
     def end(self, masters: list[Tensor]) -> None:
         """Writes the weights, and the low bits of split masters."""
-        weights = locals_of(self._params)
-        write_all(weights, self._lows, masters, self._flat)
-        self._marks = None if self._lows else _marks(weights)
+        write_all(self._weights, self._lows, masters, self._flat)
+        self._marks = None if self._lows else _marks(self._weights)
 
 
 def _marks(weights: list[Tensor]) -> tuple[list[int], list[int]]:
