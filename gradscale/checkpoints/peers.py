@@ -31,63 +31,39 @@ checkpoint does not contain is not guessed.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+from gradscale.checkpoints.saved import Saved, number, positive, whole
 from gradscale.errors import StateError
 
 
-class PeerState(NamedTuple):
-    """The contents of a peer's checkpoint, under our names."""
-
-    settings: dict[str, Any]
-    """Those settings of `Dynamic` that the checkpoint contains."""
-    state: dict[str, Any]
-    """Fields of the state: `scale`, and what follows from the peer's counters."""
-    losses: Sequence[tuple[int | str, dict[str, Any]]] = ()
-    """The states of losses other than loss 0, by loss id."""
-    patience: int | None = None
-    """How many further overflows in a row lower the scale; `bad_steps` then follows from the
-    `hysteresis` of the scaler that loads it. None where `bad_steps` is known or 0."""
-    static: bool = False
-    """Whether the scale never moves."""
-
-
-def read(checkpoint: Mapping[Any, Any]) -> PeerState | None:
+def read(checkpoint: Mapping[Any, Any]) -> Saved | None:
     """The contents of `checkpoint`; None if it is not a known peer's; a StateError if damaged."""
     named = {key: value for key, value in checkpoint.items() if isinstance(key, str)}
     # The most specific keys first: `loss_scale` and `counter` could be from anywhere.
-    readers: tuple[Callable[[dict[str, Any]], PeerState | None], ...] = (
-        _apex,
-        _deepspeed,
-        _megatron,
-        _flax,
-        _tf_keras,
-        _keras,
-        _keras_numbered,
-        _jmp,
-    )
+    readers = (_apex, _deepspeed, _megatron, _flax, _tf_keras, _keras, _keras_numbered, _jmp)
     return next((found for reader in readers if (found := reader(named)) is not None), None)
 
 
 # One reader for each peer: None if none of its keys are there, a StateError if only some are.
 
 
-def _apex(named: dict[str, Any]) -> PeerState | None:
+def _apex(named: dict[str, Any]) -> Saved | None:
     if not any(re.match(r"loss_scaler\d", key) for key in named):
         return None
     # Apex numbers them without a gap, so a missing number is an error.
-    wanted = [f"loss_scaler{i}" for i in range(len(named))]
-    states = []
-    for key, value in zip(wanted, _take("Apex", named, *wanted), strict=True):
-        scale, unskipped = _take("Apex", _inner("Apex", key, value), "loss_scale", "unskipped")
-        states.append(_state(f"Apex's {key}", "loss_scale", scale, "unskipped", unskipped))
-    return PeerState({}, states[0], losses=tuple(enumerate(states))[1:])
+    keys = [f"loss_scaler{i}" for i in range(len(named))]
+    scalers = zip(keys, _take("Apex", named, *keys), strict=True)
+    first, *others = [
+        _state("Apex", _attributes("Apex", key, value), "loss_scale", "unskipped")
+        for key, value in scalers
+    ]
+    return Saved(None, {}, first, {}, tuple(enumerate(others, 1)))
 
 
-def _deepspeed(named: dict[str, Any]) -> PeerState | None:
+def _deepspeed(named: dict[str, Any]) -> Saved | None:
     hysteresis: tuple[str, ...] = ()
     if "loss_scaler" in named:
         found = _attributes("DeepSpeed", "loss_scaler", named["loss_scaler"])
@@ -100,86 +76,94 @@ def _deepspeed(named: dict[str, Any]) -> PeerState | None:
         (dynamic,) = _take("DeepSpeed", named, "dynamic_loss_scale")
     else:
         return None
-    (scale,) = _take("DeepSpeed", found, "cur_scale")
-    state: dict[str, Any] = {"scale": _positive("DeepSpeed's cur_scale", scale)}
-    if not _flag("DeepSpeed's dynamic_loss_scale", dynamic):
-        return PeerState({}, state, static=True)
+    scale = positive("DeepSpeed's cur_scale", *_take("DeepSpeed", found, "cur_scale"))
+    moves = number(dynamic)
+    if not isinstance(moves, bool):
+        raise StateError(f"DeepSpeed's dynamic_loss_scale must be a bool, got {dynamic!r:.80}.")
+    if not moves:
+        return Saved.static(scale)
     keys = ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window", *hysteresis)
     taken = dict(zip(keys, _take("DeepSpeed", found, *keys), strict=True))
-    settings = _settings("DeepSpeed", taken, factor="scale_factor", interval="scale_window")
-    done = _count("DeepSpeed's cur_iter", taken["cur_iter"])
+    settings = _settings(
+        "DeepSpeed",
+        taken,
+        growth_factor="scale_factor",
+        growth_interval="scale_window",
+        min_scale="min_scale",
+        hysteresis="delayed_shift",
+    )
+    done = whole("DeepSpeed's cur_iter", taken["cur_iter"])
     # Before the first overflow it is -1, and it is never ahead of cur_iter.
-    last = _whole("DeepSpeed's last_overflow_iter", taken["last_overflow_iter"], -1, done - 1)
+    last = whole("DeepSpeed's last_overflow_iter", taken["last_overflow_iter"], -1, done - 1)
     good = done - last - 1
-    state["good_steps"] = (good - 1) % settings["growth_interval"] if good else 0
+    steps = (good - 1) % settings["growth_interval"] if good else 0
+    state = {"scale": scale, "good_steps": steps}
     if hysteresis:
-        settings["min_scale"] = _positive("DeepSpeed's min_scale", taken["min_scale"])
-        full = _count("DeepSpeed's delayed_shift", taken["delayed_shift"], least=1)
-        left = _whole("DeepSpeed's cur_hysteresis", taken["cur_hysteresis"], 1, full)
-        settings["hysteresis"] = full
+        full = settings["hysteresis"]
+        left = whole("DeepSpeed's cur_hysteresis", taken["cur_hysteresis"], 1, full)
         state["bad_steps"] = 0 if good else full - left
-    return PeerState(settings, state)
+    return Saved(None, settings, state, {})
 
 
-def _megatron(named: dict[str, Any]) -> PeerState | None:
+def _megatron(named: dict[str, Any]) -> Saved | None:
     if "grad_scaler" in named:
-        named = dict(_inner("Megatron", "grad_scaler", named["grad_scaler"]))
+        named = _attributes("Megatron", "grad_scaler", named["grad_scaler"])
     elif not {"growth_tracker", "hysteresis_tracker"} & set(named):
         return None
-    keys = ("scale", "growth_tracker", "hysteresis_tracker")
-    scale, good, left = _take("Megatron", named, *keys)
-    state = _state("Megatron's state", "scale", scale, "growth_tracker", good)
+    *_, left = _take("Megatron", named, "scale", "growth_tracker", "hysteresis_tracker")
+    state = _state("Megatron", named, "scale", "growth_tracker")
     # It counts down without end while steps overflow, so it may be negative.
-    left = _whole("Megatron's hysteresis_tracker", left, -(2**31), 2**31 - 1)
-    return PeerState({}, state, patience=None if state["good_steps"] else max(left, 1))
+    left = whole("Megatron's hysteresis_tracker", left, -(2**31))
+    patience = None if state["good_steps"] else max(left, 1)
+    return Saved(None, {}, state, {}, patience=patience)
 
 
-def _flax(named: dict[str, Any]) -> PeerState | None:
+def _flax(named: dict[str, Any]) -> Saved | None:
     if isinstance(named.get("dynamic_scale"), Mapping):
         named = dict(named["dynamic_scale"])
     elif "fin_steps" not in named:
         return None
-    scale, good = _take("Flax", named, "scale", "fin_steps")
-    state = _state("Flax' state", "scale", scale, "fin_steps", good)
-    return PeerState({}, {**state, "good_steps": max(state["good_steps"] - 1, 0)})
+    state = _state("Flax", named, "scale", "fin_steps")
+    return Saved(None, {}, {**state, "good_steps": max(state["good_steps"] - 1, 0)}, {})
 
 
-def _tf_keras(named: dict[str, Any]) -> PeerState | None:
+def _tf_keras(named: dict[str, Any]) -> Saved | None:
     return _variables("tf.keras", named, "current_loss_scale", "good_steps")
 
 
-def _keras(named: dict[str, Any]) -> PeerState | None:
+def _keras(named: dict[str, Any]) -> Saved | None:
     # In a tree of variables, those of an optimizer are under its name.
     inner = named.get("loss_scale_optimizer")
     named = {**named, **inner} if isinstance(inner, Mapping) else named
     return _variables("Keras", named, "dynamic_scale", "step_counter")
 
 
-def _keras_numbered(named: dict[str, Any]) -> PeerState | None:
+def _keras_numbered(named: dict[str, Any]) -> Saved | None:
     if not named or not all(re.fullmatch(r"\d+", key) for key in named):
         return None
-    rate, good, scale = _take("Keras", named, "1", "2", "3")
+    rate, *_ = _take("Keras", named, "1", "2", "3")
     # Unlike those of the inner optimizer: a learning rate that is never used.
-    if _number(rate) != 0:
+    if number(rate) != 0:
         raise StateError(
             "The state looks like variables of Keras', but not like those of a "
             f"LossScaleOptimizer, whose variable 1 is 0: got {rate!r:.80}."
         )
-    return PeerState({}, _state("Keras' variables", "3", scale, "2", good))
+    return Saved(None, {}, _state("Keras", named, "3", "2"), {})
 
 
-def _jmp(named: dict[str, Any]) -> PeerState | None:
-    known = {"loss_scale", "counter", "period", "factor", "min_loss_scale"}
-    if "loss_scale" not in named or not known.issuperset(named):
+def _jmp(named: dict[str, Any]) -> Saved | None:
+    settings = {
+        "growth_factor": "factor",
+        "growth_interval": "period",
+        "min_scale": "min_loss_scale",
+    }
+    if "loss_scale" not in named or named.keys() - {"loss_scale", "counter", *settings.values()}:
         return None
-    scale, counter = _take("jmp", named, "loss_scale", "counter")
-    settings = _settings("jmp", named, factor="factor", interval="period")
-    if "min_loss_scale" in named:
-        settings["min_scale"] = _positive("jmp's min_loss_scale", named["min_loss_scale"])
-    return PeerState(settings, _state("jmp's state", "loss_scale", scale, "counter", counter))
+    state = _state("jmp", named, "loss_scale", "counter")
+    return Saved(None, _settings("jmp", named, **settings), state, {})
 
 
-def _variables(peer: str, named: dict[str, Any], scale: str, good: str) -> PeerState | None:
+def _variables(peer: str, named: dict[str, Any], scale: str, good: str) -> Saved | None:
     """The state from two variables, named by the ends of their paths, and the settings by name."""
     paths: dict[str, list[str]] = {}
     for key in named:
@@ -187,38 +171,44 @@ def _variables(peer: str, named: dict[str, Any], scale: str, good: str) -> PeerS
         paths.setdefault(path.rpartition("/")[2], []).append(key)
     if scale not in paths and good not in paths:
         return None
-    _take(peer, paths, scale, good)
-    for name in (scale, good):
-        if len(paths[name]) > 1:
-            raise StateError(f"The state has several {name}, keep one: {sorted(paths[name])}.")
-    settings = _settings(peer, named, interval="dynamic_growth_steps")
-    if "initial_scale" in named:
-        settings["init_scale"] = _positive(f"{peer}'s initial_scale", named["initial_scale"])
-    (scale_key,), (good_key,) = paths[scale], paths[good]
-    state = _state(f"{peer}'s state", scale_key, named[scale_key], good_key, named[good_key])
-    return PeerState(settings, state)
+    for name, found in zip((scale, good), _take(peer, paths, scale, good), strict=True):
+        if len(found) > 1:
+            raise StateError(f"The state has several {name}, keep one: {sorted(found)}.")
+    keys = {"growth_interval": "dynamic_growth_steps", "init_scale": "initial_scale"}
+    state = _state(peer, named, paths[scale][0], paths[good][0])
+    return Saved(None, _settings(peer, named, **keys), state, {})
 
 
-def _settings(
-    peer: str, named: Mapping[str, Any], factor: str = "", interval: str = ""
-) -> dict[str, Any]:
-    """The settings found, under our names: one factor up and down, and the interval."""
+def _settings(peer: str, named: Mapping[str, Any], **keys: str) -> dict[str, Any]:
+    """The settings found in `named`, under our names; `keys` are the peer's."""
     settings: dict[str, Any] = {}
-    if factor in named:
-        up = _positive(f"{peer}'s {factor}", named[factor])
-        if not up > 1:
-            raise StateError(f"{peer}'s {factor} must be > 1, got {up}.")
-        settings |= {"growth_factor": up, "backoff_factor": 1 / up}
-    if interval in named:
-        settings["growth_interval"] = _count(f"{peer}'s {interval}", named[interval], least=1)
+    for name, key in keys.items():
+        if key not in named:
+            continue
+        what, value = f"{peer}'s {key}", named[key]
+        if name in ("growth_interval", "hysteresis"):
+            settings[name] = whole(what, value, 1)
+        else:
+            settings[name] = positive(what, value)
+    factor = settings.get("growth_factor", 2.0)
+    if not factor > 1:
+        raise StateError(f"{peer}'s {keys['growth_factor']} must be > 1, got {factor}.")
+    if "growth_factor" in settings:
+        settings["backoff_factor"] = 1 / factor
     return settings
 
 
-# Reading values, with errors that name them.
+def _state(peer: str, found: Mapping[str, Any], scale: str, good: str) -> dict[str, Any]:
+    """The scale and the counter of finite steps that `found` has under these keys."""
+    values = _take(peer, found, scale, good)
+    return {
+        "scale": positive(f"{peer}'s {scale}", values[0]),
+        "good_steps": whole(f"{peer}'s {good}", values[1]),
+    }
 
 
 def _take(peer: str, found: Mapping[str, Any], *keys: str) -> list[Any]:
-    """The values of `keys`."""
+    """The values of `keys`; a StateError if one is missing."""
     missing = [key for key in keys if key not in found]
     if missing:
         raise StateError(
@@ -228,69 +218,11 @@ def _take(peer: str, found: Mapping[str, Any], *keys: str) -> list[Any]:
     return [found[key] for key in keys]
 
 
-def _inner(peer: str, key: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise StateError(f"{peer}'s {key} must be a dict, got {value!r:.80}.")
-    return value
-
-
-def _attributes(peer: str, key: str, value: Any) -> Mapping[str, Any]:
-    """The attributes of an object of any class."""
+def _attributes(peer: str, key: str, value: Any) -> dict[str, Any]:
+    """The items of a dict, or the attributes of an object of any class."""
     try:
-        return value if isinstance(value, Mapping) else vars(value)
+        return dict(value) if isinstance(value, Mapping) else vars(value)
     except TypeError:
-        raise StateError(f"{peer}'s {key} must be its scaler object, got {value!r:.80}.") from None
-
-
-def _state(what: str, scale_key: str, scale: Any, good_key: str, good: Any) -> dict[str, Any]:
-    """A state with a scale and a counter of finite steps."""
-    return {
-        "scale": _positive(f"{what}: {scale_key}", scale),
-        "good_steps": _count(f"{what}: {good_key}", good),
-    }
-
-
-def _number(value: Any) -> int | float | bool | None:
-    """The plain number that `value` is or holds as its only element; None if there is none."""
-    try:
-        if not hasattr(value, "item") and hasattr(value, "__array__"):
-            value = value.__array__()  # a variable of Keras', a dataset of an HDF5 file
-        if hasattr(value, "item"):
-            value = value.item()
-    except Exception:  # an object of an unknown class may raise anything
-        return None
-    return value if isinstance(value, int | float) else None
-
-
-def _positive(what: str, value: Any) -> float:
-    number = _number(value)
-    try:
-        number = math.nan if number is None or isinstance(number, bool) else float(number)
-    except OverflowError:
-        number = math.inf
-    if not 0 < number < math.inf:
         raise StateError(
-            f"{what} must be a finite number > 0, got {value!r:.80}. Nothing was loaded."
-        )
-    return number
-
-
-def _count(what: str, value: Any, least: int = 0) -> int:
-    return _whole(what, value, least, 2**31 - 1)
-
-
-def _whole(what: str, value: Any, least: int, most: int) -> int:
-    number = _number(value)
-    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
-        raise StateError(
-            f"{what} must be a whole number from {least} to {most}, got {value!r:.80}. "
-            "Nothing was loaded."
-        )
-    return number
-
-
-def _flag(what: str, value: Any) -> bool:
-    flag = _number(value)
-    if not isinstance(flag, bool):
-        raise StateError(f"{what} must be True or False, got {value!r:.80}.")
-    return flag
+            f"{peer}'s {key} must be a dict or an object, got {value!r:.80}."
+        ) from None

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 from gradscale import __version__
@@ -30,11 +31,7 @@ if TYPE_CHECKING:
 DEMO_STEPS = 1200
 QUICK_STEPS = 40
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def show_version(wanted: bool) -> None:
@@ -54,10 +51,19 @@ def options(
     """Loss scaling for mixed-precision training."""
 
 
-def fail(message: str) -> typer.Exit:
-    """Prints `message` on the error stream; returns the exit with status 1, to be raised."""
+@contextmanager
+def reported(extra: str) -> Iterator[None]:
+    """Exits with status 1 and one line if a package of `extra` is missing or a setting is wrong."""
+    try:
+        yield
+    except ImportError as error:
+        message = f'{extra} cannot start ({error}): pip install "gradscale[{extra}]".'
+    except (SettingError, OSError) as error:
+        message = str(error)
+    else:
+        return
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"Error: {escape(message)}")
-    return typer.Exit(1)
+    raise typer.Exit(1)
 
 
 @app.command()
@@ -75,15 +81,11 @@ def demo(
 
     Prints a table and writes a picture. Takes about a minute.
     """
-    try:
+    with reported("demo"):
         from gradscale.demo import digits, picture, summary, train
-    except ImportError as error:
-        raise fail(f'The demo cannot start ({error}): pip install "gradscale[demo]".') from None
-    try:
+
         train.check(steps, seed)
         picture.check_path(output)
-    except SettingError as error:
-        raise fail(str(error)) from None
     console = Console(highlight=False)
     images = digits.load_digits()
     mean_loss = train.loss_of_the_mean(images)
@@ -94,7 +96,7 @@ def demo(
         traces = run_all(console, images, QUICK_STEPS if quick else steps, seed)
     rows = [summary.summarise(trace) for trace in traces]
     console.print(demo_table(rows))
-    console.print(demo_notes(traces), style="dim")
+    console.print(summary.NOTES, style="dim")
     console.print()
     for line in summary.finding(rows, mean_loss):
         console.print(f"{line}.", style="bold")
@@ -106,22 +108,12 @@ def run_all(console: Console, images: Any, steps: int, seed: int) -> list[Trace]
     """The traces of all runs; shows a progress bar for each, or a line without a terminal."""
     from gradscale.demo.train import RUNS, Trace, train
 
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        expand=True,
-        disable=not console.is_terminal,
-    )
-    tasks = [bars.add_task(run.name, total=steps, start=False, loss="") for run in RUNS]
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[loss]}"))
     traces = []
-    with bars:
-        for run, task in zip(RUNS, tasks, strict=True):
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        for run in RUNS:
             began = time.perf_counter()
-            bars.start_task(task)
+            task = bars.add_task(run.name, total=steps, loss="")
             taken = []
             for step in train(run, images, steps, seed):
                 taken.append(step)
@@ -132,25 +124,15 @@ def run_all(console: Console, images: Any, steps: int, seed: int) -> list[Trace]
     return traces
 
 
-def power(scale: float) -> str:
-    """The scale as a power of two where it is one.
-
-    >>> power(65536.0), power(1.0), power(3.0)
-    ('2**16', '1', '3')
-    """
-    mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and scale != 1.0 else f"{scale:g}"
-
-
 def share(part: float) -> str:
     """The share as a percentage; only an exact zero is shown as 0.
 
     >>> share(0.4556), share(0.0), share(0.000009)
     ('45.6 %', '0 %', '<0.1 %')
     """
-    if part == 0.0:
-        return "0 %"
-    return f"{part:.1%}".replace("%", " %") if part >= 0.001 else "<0.1 %"
+    if 0 < part < 0.001:
+        return "<0.1 %"
+    return f"{part * 100:.1f} %" if part else "0 %"
 
 
 def demo_table(rows: Sequence[Summary]) -> Table:
@@ -161,35 +143,9 @@ def demo_table(rows: Sequence[Summary]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         lost = ("-", "-") if row.lost is None else (share(x) for x in row.lost)
-        table.add_row(row.name, f"{row.loss:.4f}", str(row.skipped), *lost, power(row.scale))
+        scale = "1" if row.scale == 1 else f"2**{math.log2(row.scale):g}"
+        table.add_row(row.name, f"{row.loss:.4f}", str(row.skipped), *lost, scale)
     return table
-
-
-def demo_notes(traces: Sequence[Trace]) -> str:
-    """What the columns mean, and the settings of the runs."""
-    from gradscale import Dynamic
-    from gradscale.demo.summary import TAIL
-    from gradscale.demo.train import BATCH, LEARNING_RATE, PROBE_EVERY
-
-    num_tail = min(TAIL, len(traces[0].steps))
-    lines = [
-        f"loss: squared error per pixel, mean of the last {num_tail} steps.",
-        "underflow: of the weight-gradient elements that are not zero, the share below 2**-14, "
-        "the smallest normal float16 number.",
-        "flushed to 0: of the elements that are not zero in float32 (same weights, same batch), "
-        f"the share that is zero in float16. Both every {PROBE_EVERY} steps, before unscaling.",
-        f"All runs: autoencoder with 7 sigmoid layers, AdamW, learning rate {LEARNING_RATE:g}, "
-        f"batches of {BATCH}. float16: weights, activations and gradients; float32: master "
-        "weights, loss and optimizer.",
-    ]
-    for policy in (trace.run.policy for trace in traces):
-        if isinstance(policy, Dynamic):
-            lines.append(
-                f"dynamic: starts at {power(policy.init_scale)}, doubles after "
-                f"{policy.growth_interval} finite steps in a row (torch's default: 2000, too long "
-                "for this run), halves at an overflow."
-            )
-    return "\n".join(lines)
 
 
 @app.command()
@@ -214,14 +170,10 @@ def simulate(
 
     Prints the means over all runs, for every history and policy.
     """
-    try:
+    with reported("simulate"):
         from gradscale.simulate import compare
-    except ImportError as error:
-        raise fail(f'simulate cannot start ({error}): pip install "gradscale[simulate]".') from None
-    try:
+
         rows = compare.compare(histories or [], policy or [], steps, runs, seed)
-    except (SettingError, OSError) as error:
-        raise fail(str(error)) from None
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
         return
@@ -250,15 +202,11 @@ def info(
     )
     table = Table("package", "version", "gradscale")
     for name, found in facts["packages"].items():
-        table.add_row(name, escape(version_of(found)), escape(found["use"]))
+        version = "broken" if found["error"] else found["version"] or "not installed"
+        table.add_row(name, escape(version), escape(found["use"]))
     console.print(table)
     console.print(f"\npath: {facts['path']['name']} ({facts['path']['why']})")
     console.print(f"CUDA devices: {escape(', '.join(facts['cuda_devices'])) or 'none'}")
     for extra, names in facts["missing"].items():
         lacks = f'lacks {", ".join(names)}: pip install "gradscale[{extra}]"'
         console.print(escape(f"extra {extra}: {lacks if names else 'complete'}"))
-
-
-def version_of(found: dict[str, Any]) -> str:
-    """The version of a framework, or why it has none."""
-    return "broken" if found["error"] else found["version"] or "not installed"

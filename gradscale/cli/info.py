@@ -61,18 +61,14 @@ class Package(NamedTuple):
         return f"pip install {wanted}"
 
 
-class ChosenPath(NamedTuple):
-    """The code that gradscale.torch runs on the gradients."""
-
-    name: str
-    """"triton", "reference" or "none"."""
-    why: str
-    """The reason, in words."""
+def is_installed(name: str) -> bool:
+    """Whether there is a module `name`; does not import it."""
+    return importlib.util.find_spec(name) is not None
 
 
 def look(name: str) -> Package:
     """The framework `name`; imports it in another process."""
-    if importlib.util.find_spec(name) is None:
+    if not is_installed(name):
         return Package(name)
     # -P: a folder of that name in the current directory is not the framework.
     command = [sys.executable, "-P", "-c", PROBE, name]
@@ -90,50 +86,27 @@ def look(name: str) -> Package:
     return Package(name, found["version"], devices=tuple(found["devices"]))
 
 
-def has_engine(name: str) -> bool:
-    """Whether this version of gradscale has an engine for the framework `name`."""
-    return importlib.util.find_spec(f"gradscale.{name}") is not None
-
-
-def path(packages: Mapping[str, Package]) -> ChosenPath:
-    """The code that gradscale.torch runs with these frameworks, and why."""
+def path(packages: Mapping[str, Package]) -> dict[str, str]:
+    """The code that gradscale.torch runs on gradients ("triton", "reference", "none"), and why."""
     if packages["torch"].version is None:
-        return ChosenPath("none", "gradscale.torch needs torch")
+        return {"name": "none", "why": "gradscale.torch needs torch"}
     if not packages["torch"].devices:
-        return ChosenPath("reference", "torch operations; the kernels need a CUDA device")
+        return {"name": "reference", "why": "torch finds no CUDA device, which the kernels need"}
     if packages["triton"].version is None:
-        return ChosenPath("reference", "torch operations; the kernels need Triton")
-    return ChosenPath("triton", "kernels for gradients on CUDA, torch operations elsewhere")
-
-
-def use_of_triton(packages: Mapping[str, Package]) -> str:
-    """What gradscale.torch uses Triton for with these frameworks, in words."""
-    if packages["torch"].version is None:
-        return "not used: gradscale.torch needs torch"
-    if not packages["torch"].devices:
-        return "not used: torch finds no CUDA device"
-    return "used: kernels of gradscale.torch on CUDA"
+        return {"name": "reference", "why": "the kernels need Triton"}
+    return {"name": "triton", "why": "kernels on CUDA, torch operations elsewhere"}
 
 
 def use_of(package: Package, packages: Mapping[str, Package]) -> str:
     """What gradscale uses `package` for, or how to install or repair it, in words."""
-    if package.error:
-        return package.error
     if package.version is None:
-        return package.remedy or ""
+        return package.error or package.remedy or ""
     if package.name == "triton":
-        return use_of_triton(packages)
-    if has_engine(package.name):
+        chosen = path(packages)
+        return f"{'used' if chosen['name'] == 'triton' else 'not used'}: {chosen['why']}"
+    if is_installed(f"gradscale.{package.name}"):
         return f"engine gradscale.{package.name}"
     return "policies only: this version has no engine for it"
-
-
-def missing() -> dict[str, list[str]]:
-    """For each extra, the packages that are not installed."""
-    return {
-        extra: [name for name in names if importlib.util.find_spec(name) is None]
-        for extra, names in EXTRAS.items()
-    }
 
 
 def gather() -> dict[str, Any]:
@@ -145,16 +118,19 @@ def gather() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {
-            package.name: {
+            name: {
                 "version": package.version,
                 "error": package.error,
                 "remedy": package.remedy,
-                "engine": has_engine(package.name),
+                "engine": is_installed(f"gradscale.{name}"),
                 "use": use_of(package, packages),
             }
-            for package in packages.values()
+            for name, package in packages.items()
         },
-        "path": path(packages)._asdict(),
+        "path": path(packages),
         "cuda_devices": list(packages["torch"].devices),
-        "missing": missing(),
+        "missing": {
+            extra: [name for name in names if not is_installed(name)]
+            for extra, names in EXTRAS.items()
+        },
     }

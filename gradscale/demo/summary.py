@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from gradscale.demo.train import Lost, Trace
+from gradscale.demo.train import BATCH, LEARNING_RATE, PROBE_EVERY, Lost, Trace
 
 TAIL = 50
 """The last steps, over which the final loss is averaged."""
 ALIKE = 0.05
 """Losses that differ by a smaller share than this are called the same."""
+NOTES = f"""\
+loss: squared error per pixel, mean of the last {TAIL} steps.
+underflow: of the weight-gradient elements that are not zero, the share below 2**-14, the smallest \
+normal float16 number.
+flushed to 0: of the elements that are not zero in float32 (same weights, same batch), the share \
+that is zero in float16. Both every {PROBE_EVERY} steps, before unscaling.
+All runs: autoencoder with 7 sigmoid layers, AdamW, learning rate {LEARNING_RATE:g}, batches of \
+{BATCH}. float16: weights, activations and gradients; float32: master weights, loss and optimizer.
+dynamic: starts at 2**16, doubles after 50 finite steps in a row (torch's default: 2000, too long \
+for this run), halves at an overflow."""
+"""What the columns of the table mean, and the settings of the runs."""
 
 
 class Summary(NamedTuple):

@@ -23,12 +23,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradscale import Dynamic, Off, Policy, Static
 from gradscale.errors import SettingError
 from gradscale.formats import FLOAT16
-from gradscale.torch import GradScaler, StepOutcome
+from gradscale.torch import GradScaler
 
 WIDTHS = (64, 128, 96, 64, 32, 64, 96, 128, 64)
 BATCH = 128
@@ -65,7 +64,7 @@ class Lost(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step of a run told."""
+    """The measurements of one step of a run."""
 
     loss: float
     """Before the step, not scaled."""
@@ -88,7 +87,7 @@ def one_thread() -> Iterator[None]:
     """Lets torch use one thread inside the block.
 
     The layers are too small to share: on two idle cores a second thread gains nothing in float16,
-    and where another program wants its core, waiting for it made the demo five times as slow.
+    and where another program uses that core, waiting for it made the demo five times as slow.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -119,24 +118,13 @@ def redraw(net: nn.Module, weights: dict[str, Tensor], images: Tensor) -> Tensor
     return nn.functional.mse_loss(drawn.float(), images)
 
 
-def advance(scaler: GradScaler, optimizer: Optimizer, loss: Tensor) -> StepOutcome:
-    """Takes one step down `loss`, or skips it; what became of it."""
-    scaler.backward(loss)
-    return scaler.apply(optimizer)
-
-
 def compare(halves: Sequence[Tensor], exact: Sequence[Tensor]) -> Lost:
     """What the float16 gradients `halves` lost against `exact`, the same in float32."""
     half = torch.cat([grad.flatten() for grad in halves]).abs()
     true = torch.cat([grad.flatten() for grad in exact])
-    small = (half > 0) & (half < FLOAT16.smallest_normal)
-    gone = (half == 0) & (true != 0)
-    return Lost(_share(small, half > 0), _share(gone, true != 0))
-
-
-def _share(part: Tensor, whole: Tensor) -> float:
-    """How much of `whole` is `part`; 0 of nothing."""
-    return int(part.sum()) / max(1, int(whole.sum()))
+    nonzero, small = int(half.count_nonzero()), (half > 0) & (half < FLOAT16.smallest_normal)
+    flushed = int(((half == 0) & (true != 0)).sum())
+    return Lost(int(small.sum()) / max(1, nonzero), flushed / max(1, int(true.count_nonzero())))
 
 
 def check(steps: int, seed: int) -> None:
@@ -148,7 +136,7 @@ def check(steps: int, seed: int) -> None:
 
 
 def train(run: Run, images: Tensor, steps: int, seed: int) -> Iterator[Step]:
-    """Trains a fresh network on `images` and yields every step as it is taken.
+    """Trains a new network on `images` and yields every step as it is taken.
 
     Runs with the same `seed` start with the same weights and see the same batches.
     """
@@ -168,13 +156,11 @@ def train(run: Run, images: Tensor, steps: int, seed: int) -> Iterator[Step]:
             for weight in weights.values():
                 weight.retain_grad()
             exact = torch.autograd.grad(redraw(net, dict(net.named_parameters()), batch), masters)
-        outcome = advance(scaler, optimizer, loss)
-        applied = bool(outcome.applied)
-        lost = None
-        if exact and applied:
-            halves = [weight.grad for weight in weights.values() if weight.grad is not None]
-            lost = compare(halves, exact)
-        yield Step(loss.item(), float(outcome.scale), applied, lost)
+        scaler.backward(loss)
+        outcome = scaler.apply(optimizer)
+        halves = [weight.grad for weight in weights.values() if exact and weight.grad is not None]
+        lost = compare(halves, exact) if halves and outcome else None
+        yield Step(loss.item(), float(outcome.scale), bool(outcome), lost)
 
 
 def loss_of_the_mean(images: Tensor) -> float:

@@ -20,7 +20,7 @@ EXPLANATIONS = {
     "scale too low": "gradients are finite, but once unscaled too large for the format in which "
     "they are stored: they have exploded, or were changed after unscale_()",
     "scale too high": "gradients overflow: lower a scale that is fixed; one that moves is still "
-    "falling, and will settle unless the gradients have exploded",
+    "falling, and will stop unless the gradients have exploded",
 }
 """Every verdict, in the order in which they are tried, and what it means."""
 
@@ -78,25 +78,16 @@ def verdict(
         overflowing = [scale]
     if any(loss_scale <= floor for loss_scale in overflowing):
         return "stuck at the floor"
-    if _is_nan_at_any_scale(bad_counts, finite_amax, format, skipped_in_a_row):
+    infs = [inf for inf, _ in bad_counts]
+    if skipped_in_a_row >= HOPELESS:
+        unlikely = not any(infs)
+    elif finite_amax is None or format is None or any(inf != 0 for inf in infs):
+        unlikely = False
+    else:
+        unlikely = 0 < finite_amax <= math.ldexp(format.max, -DISTANT)
+    if unlikely and any(nan != 0 for _, nan in bad_counts):
         return "NaN at any scale"
     return "scale too low" if finite else "scale too high"
-
-
-def _is_nan_at_any_scale(
-    bad_counts: Sequence[tuple[int | None, int | None]],
-    finite_amax: float | None,
-    format: Format | None,
-    skipped_in_a_row: int,
-) -> bool:
-    """Whether there is NaN that no scale seems to cure."""
-    if not any(nans != 0 for _, nans in bad_counts):
-        return False
-    if skipped_in_a_row >= HOPELESS:
-        return not any(infs for infs, _ in bad_counts)
-    if finite_amax is None or format is None or any(infs != 0 for infs, _ in bad_counts):
-        return False
-    return 0 < finite_amax <= math.ldexp(format.max, -DISTANT)
 
 
 def stuck_message(count: int, scale: float, verdict: str, parameters: Sequence[str] = ()) -> str:

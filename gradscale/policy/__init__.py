@@ -2,7 +2,8 @@
 
 A policy is a frozen dataclass of settings with two pure functions: `init` returns the first state,
 `update` the state after a step. They use only operations that have the same names in numpy, torch,
-jax.numpy and keras.ops. A state is float32 and int32 everywhere.
+jax.numpy and keras.ops. A state is float32 and int32 everywhere. `goes_by` are the fields of
+`GradStats` that `update` needs besides the flags.
 """
 
 from __future__ import annotations
@@ -13,13 +14,7 @@ from gradscale.policy.dynamic import Dynamic, DynamicState, Lengthening, for_pre
 from gradscale.policy.headroom import Headroom, HeadroomState, for_short_runs
 from gradscale.policy.histogram import Histogram, HistogramState
 from gradscale.policy.logmax import LogMax, LogMaxState
-from gradscale.policy.registry import (
-    POLICIES,
-    Policy,
-    State,
-    as_policy,
-    policy_or_settings,
-)
+from gradscale.policy.registry import POLICIES, Policy, State, as_policy, policy_or_settings
 from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, DefaultBound
 from gradscale.policy.stats import GradStats
 

@@ -51,9 +51,9 @@ def new(xp: Any, like: Any, value: float) -> Any:
     """A 0-dim constant, float32 or int32 by the type of `value`, or one shaped as `like`."""
     name = "float32" if isinstance(value, float) else "int32"
     dtype = getattr(xp, name, name)  # keras.ops has no dtypes, and takes their names
-    return (
-        xp.full((), value, dtype=dtype) if like is None else xp.full_like(like, value, dtype=dtype)
-    )
+    if like is None:
+        return xp.full((), value, dtype=dtype)
+    return xp.full_like(like, value, dtype=dtype)
 
 
 def room_below(factor: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.policy.arrays import new, scalars
-from gradscale.policy.settings import as_flag, as_scale, call_of, settle
+from gradscale.policy.settings import as_flag, as_scale, call_of, store
 from gradscale.policy.stats import GradStats
 
 
@@ -27,12 +27,7 @@ class Off:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of `GradStats` that `update` needs besides the flags."""
-
-    @property
-    def init_scale(self) -> float:
-        """1.0."""
-        return 1.0
+    init_scale: ClassVar[float] = 1.0
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
@@ -53,14 +48,13 @@ class Static:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = field(kw_only=False)
     exact: bool = True
     """Whether the scale must be a power of two, so that unscaling is exact."""
 
     def __post_init__(self) -> None:
         as_flag("exact", self.exact)
-        settle(self, "init_scale", as_scale("init_scale", self.init_scale, self.exact))
+        store(self, "init_scale", as_scale("init_scale", self.init_scale, self.exact))
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""

@@ -8,17 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gradscale.formats import FLOAT32
 from gradscale.policy.arrays import new, room_below, scalars, where_all
-from gradscale.policy.settings import (
-    MAX_SCALE,
-    MIN_SCALE,
-    as_count,
-    as_factor,
-    as_flag,
-    as_scale,
-    call_of,
-    settle,
-    settle_scales,
-)
+from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, as_scale, call_of, check, store
 from gradscale.policy.stats import GradStats
 
 _DOUBLINGS = 20
@@ -78,7 +68,6 @@ class Dynamic:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -92,18 +81,11 @@ class Dynamic:
     """Whether scale, factors and bounds must be powers of two, so that unscaling is exact."""
 
     def __post_init__(self) -> None:
-        as_flag("exact", self.exact)
-        settle_scales(self, self.exact)
-        for name, above, below in (
-            ("growth_factor", 1.0, FLOAT32.max),
-            ("backoff_factor", 0.0, 1.0),
-        ):
-            settle(self, name, as_factor(name, getattr(self, name), above, below, self.exact))
-        for name in ("growth_interval", "hysteresis"):
-            settle(self, name, as_count(name, getattr(self, name)))
+        factors = {"growth_factor": (1.0, FLOAT32.max), "backoff_factor": (0.0, 1.0)}
+        check(self, ("growth_interval", "hysteresis"), factors)
         if self.slow_growth_above is not None:
             limit = as_scale("slow_growth_above", self.slow_growth_above, self.exact)
-            settle(self, "slow_growth_above", limit)
+            store(self, "slow_growth_above", limit)
 
     @property
     def is_plain(self) -> bool:

@@ -10,14 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from gradscale.errors import SettingError
 from gradscale.formats import format_named
 from gradscale.policy.arrays import log2_of, new, power_of_two, scalars, where_all
-from gradscale.policy.settings import (
-    MAX_SCALE,
-    MIN_SCALE,
-    as_count,
-    call_of,
-    settle,
-    settle_scales,
-)
+from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, call_of, check
 from gradscale.policy.stats import GradStats, demand
 
 REACH = 10
@@ -119,13 +112,10 @@ class Headroom:
     """The narrowest format of the backward pass, which sets the ceiling."""
 
     def __post_init__(self) -> None:
-        settle_scales(self, exact=True)
-        for name in ("margin", "memory", "forget", "pause"):
-            settle(self, name, as_count(name, getattr(self, name)))
+        check(self, ("margin", "memory", "forget", "pause"))
         for name, most in (("margin", 100), ("memory", 2**20), ("pause", 2**20)):
             if getattr(self, name) > most:
                 raise SettingError(f"{name} must be at most {most}, got {getattr(self, name)}.")
-        format_named(self.format)
 
     def init(self, xp: Any = scalars, like: Any = None) -> HeadroomState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""

@@ -7,15 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gradscale.formats import format_named
 from gradscale.policy.arrays import new, scalars, where_all
-from gradscale.policy.settings import (
-    MAX_SCALE,
-    MIN_SCALE,
-    as_count,
-    as_factor,
-    call_of,
-    settle,
-    settle_scales,
-)
+from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, call_of, check
 from gradscale.policy.stats import GradStats, demand
 
 EDGE = 0.125
@@ -54,7 +46,6 @@ class Histogram:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax",)
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     threshold: float = 1e-7
     """The share of the elements that may be above the edge, where `upper` is measured."""
@@ -66,10 +57,7 @@ class Histogram:
     """The narrowest format of the backward pass, which sets the ceiling."""
 
     def __post_init__(self) -> None:
-        settle_scales(self, exact=True)
-        settle(self, "threshold", as_factor("threshold", self.threshold, 0.0, 1.0, exact=False))
-        settle(self, "interval", as_count("interval", self.interval))
-        format_named(self.format)
+        check(self, ("interval",), {"threshold": (0.0, 1.0)})
 
     def init(self, xp: Any = scalars, like: Any = None) -> HistogramState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""

@@ -8,14 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from gradscale.errors import SettingError
 from gradscale.formats import FLOAT32, format_named
 from gradscale.policy.arrays import log2_of, new, power_of_two, scalars, where_all
-from gradscale.policy.settings import (
-    MAX_SCALE,
-    MIN_SCALE,
-    as_factor,
-    call_of,
-    settle,
-    settle_scales,
-)
+from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, call_of, check
 from gradscale.policy.stats import GradStats, demand
 
 
@@ -56,7 +49,6 @@ class LogMax:
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax",)
-    """Fields of `GradStats` that `update` needs besides the flags."""
     init_scale: float = 2.0**16
     decay: float = 0.99
     """Decay of the mean per step."""
@@ -70,15 +62,11 @@ class LogMax:
     """The narrowest format of the backward pass, which sets the ceiling."""
 
     def __post_init__(self) -> None:
-        settle_scales(self, exact=True)
-        for name in ("decay", "slow_decay"):
-            settle(self, name, as_factor(name, getattr(self, name), 0.0, 1.0, exact=False))
-        largest = FLOAT32.max
-        given = as_factor("deviations", self.deviations, 0.0, largest, exact=False)
-        if given > 100:
-            raise SettingError(f"deviations must be at most 100, got {given}.")
-        settle(self, "deviations", given)
-        format_named(self.format)
+        decay = (0.0, 1.0)
+        limits = {"decay": decay, "slow_decay": decay, "deviations": (0.0, FLOAT32.max)}
+        check(self, factors=limits)
+        if self.deviations > 100:
+            raise SettingError(f"deviations must be at most 100, got {self.deviations}.")
 
     def init(self, xp: Any = scalars, like: Any = None) -> LogMaxState:
         """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
@@ -98,10 +86,8 @@ class LogMax:
         one, zero = number(1.0), number(0.0)
         log2_scale = log2_of(state.scale, xp, zero)
         amax = xp.where(shows & finite, zero + stats.amax, one)
-        x = (
-            xp.where(finite, xp.log2(amax), number(format_named(self.format).ceiling + 1.0))
-            - log2_scale
-        )
+        ceiling = format_named(self.format).ceiling
+        x = xp.where(finite, xp.log2(amax), number(ceiling + 1.0)) - log2_scale
         # A long run of bad steps lowers the scale; that does not mean that gradients have grown.
         most = state.mean + number(4.0)
         x = xp.where(finite | (state.weight <= zero), x, xp.minimum(x, most))
@@ -117,9 +103,7 @@ class LogMax:
         square = xp.where(state.slow_weight > zero, off * (x - slow_mean), zero)
         variance, _ = averaged(state.variance, state.slow_weight, self.slow_decay, square)
         deviation = xp.sqrt(xp.maximum(variance, zero))
-        wanted = number(format_named(self.format).ceiling) - (
-            mean + number(self.deviations) * deviation
-        )
+        wanted = number(ceiling) - (mean + number(self.deviations) * deviation)
         wanted = xp.minimum(xp.maximum(wanted, number(-126.0)), number(127.0))
         scale = power_of_two(wanted, xp, one)
         scale = xp.where(finite, scale, xp.minimum(scale, state.scale * number(0.5)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradscale.errors import SettingError
-from gradscale.formats import FLOAT32
+from gradscale.formats import FLOAT32, format_named
 from gradscale.policy.arrays import float32
 
 
@@ -22,16 +23,30 @@ MAX_SCALE = DefaultBound(2.0**64)
 """The default ceiling."""
 
 
-def settle_scales(policy: Any, exact: bool) -> None:
-    """Checks `init_scale` and its bounds; moves default bounds that exclude it."""
+def check(
+    policy: Any,
+    counts: Iterable[str] = (),
+    factors: Mapping[str, tuple[float, float]] | None = None,
+) -> None:
+    """Checks and converts the settings of a policy, in its `__post_init__`.
+
+    These are `init_scale`, `min_scale`, `max_scale`, `exact` and `format` where there are such, and
+    those named here. Default bounds that exclude `init_scale` are moved.
+
+    Args:
+        policy: A policy with a scale that moves.
+        counts: The settings that are whole numbers >= 1.
+        factors: The settings that lie strictly between two numbers, and these.
+    """
+    exact = as_flag("exact", getattr(policy, "exact", True))
     for name in ("init_scale", "min_scale", "max_scale"):
-        settle(policy, name, as_scale(name, getattr(policy, name), exact))
+        store(policy, name, as_scale(name, getattr(policy, name), exact))
     low, high, start = policy.min_scale, policy.max_scale, policy.init_scale
     kept = float32(start)  # as it is in a state
     if isinstance(low, DefaultBound):
-        settle(policy, "min_scale", DefaultBound(min(low, start, kept)))
+        store(policy, "min_scale", DefaultBound(min(low, start, kept)))
     if isinstance(high, DefaultBound):
-        settle(policy, "max_scale", DefaultBound(max(high, start, kept)))
+        store(policy, "max_scale", DefaultBound(max(high, start, kept)))
     default = isinstance(low, DefaultBound) or isinstance(high, DefaultBound)
     if not default and not low <= high:
         raise SettingError(
@@ -42,6 +57,13 @@ def settle_scales(policy: Any, exact: bool) -> None:
             f"init_scale must lie within min_scale {policy.min_scale} and max_scale "
             f"{policy.max_scale}, got {start}."
         )
+    for name, (above, below) in (factors or {}).items():
+        powers = exact and hasattr(policy, "exact")  # only there the factors multiply the scale
+        store(policy, name, as_factor(name, getattr(policy, name), above, below, powers))
+    for name in counts:
+        store(policy, name, as_count(name, getattr(policy, name)))
+    if hasattr(policy, "format"):
+        format_named(policy.format)
 
 
 def given(policy: Any) -> dict[str, Any]:
@@ -64,7 +86,7 @@ def call_of(policy: Any) -> str:
     return f"{type(policy).__name__}({listed(given(policy))})"
 
 
-def settle(policy: Any, name: str, value: Any) -> None:
+def store(policy: Any, name: str, value: Any) -> None:
     """Sets a field of a frozen dataclass, in its `__post_init__`."""
     object.__setattr__(policy, name, value)
 

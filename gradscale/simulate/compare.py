@@ -45,8 +45,9 @@ def compare(
     """A row for every history, by its kind or its file, and every policy, as it would be typed."""
     rules = [(text, parse(text)) for text in policies or DEFAULT]
     rows = []
-    for name in histories or list(KINDS):
-        history = _history(name, steps, runs, seed)
+    for name in histories or KINDS:
+        is_file = name not in KINDS and Path(name).exists()
+        history = recorded(Path(name)) if is_file else made_up(name, steps, runs, seed)
         rows += [_row(name, history, text, rule) for text, rule in rules]
     return rows
 
@@ -73,27 +74,21 @@ def parse(text: str) -> Policy:
         ) from None
 
 
-def _history(name: str, steps: int, runs: int, seed: int) -> History:
-    """A history that is made up, or else read from a file."""
-    if name in KINDS or not Path(name).exists():
-        return made_up(name, steps, runs, seed)
-    return recorded(Path(name))
-
-
 def _row(name: str, history: History, text: str, policy: Policy) -> Row:
     """The row of one walk."""
     begin = time.perf_counter()
     report = walk(policy, history)
     taken = time.perf_counter() - begin
     steps = len(history.amax)
+    mean = {name: float(np.mean(value)) for name, value in report._asdict().items()}
     return Row(
         history=name,
         policy=text,
-        skipped=float(np.mean(report.skipped)) / steps,
-        wasted=float(np.mean(report.wasted)),
-        moves=float(np.mean(report.moves)) / steps,
-        underflow=float(np.mean(report.underflow)),
-        log2_scale=float(np.mean(report.scales)),
+        skipped=mean["skipped"] / steps,
+        wasted=mean["wasted"],
+        moves=mean["moves"] / steps,
+        underflow=mean["underflow"],
+        log2_scale=mean["scales"],
         steps_per_second=history.amax.size / taken,
     )
 

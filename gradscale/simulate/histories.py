@@ -1,12 +1,11 @@
-"""What the gradients of a training are like, step by step: made up by a name, or from a file."""
+"""Histories of the largest gradients of a training: made up by name, or read from a file."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,46 +27,18 @@ class History(NamedTuple):
     """Whether the loss was finite; where it is not, nor is any gradient."""
 
 
-def _steady(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
-    """Gradients as large as a healthy training has them, with some noise."""
-    return rng.normal(-2.0, 0.7, shape)
-
-
-def _steps(shape: tuple[int, int]) -> Floats:
-    """The number of every step, as a column."""
-    return np.arange(shape[0], dtype=np.float64)[:, None]
-
-
-def _heavy(rng: np.random.Generator, shape: tuple[int, int]) -> Floats:
-    """Noise without a variance."""
-    return rng.standard_t(2, shape) - 2.0
-
-
-Maker = Callable[[np.random.Generator, tuple[int, int]], Floats]
-KINDS: dict[str, tuple[str, Maker]] = {
-    "steady": ("a healthy training", _steady),
-    "small": ("gradients 25 binades smaller", lambda rng, s: _steady(rng, s) - 25.0),
-    "activations": ("something else reaches 6 binades above the weights' gradients", _steady),
-    "spikes": (
-        "one step in 50 is 8 binades above the others",
-        lambda rng, s: _steady(rng, s) + 8.0 * (_steps(s) % 50 == 49),
-    ),
-    "burst": ("60 steps in the middle are NaN, and so are their losses", _steady),
-    "fading": (
-        "gradients become 20 binades smaller",
-        lambda rng, s: _steady(rng, s) - 20.0 * _steps(s) / s[0],
-    ),
-    "rising": (
-        "gradients become 20 binades larger",
-        lambda rng, s: _steady(rng, s) + 20.0 * _steps(s) / s[0],
-    ),
-    "jump": (
-        "gradients are 12 binades larger from the middle on",
-        lambda rng, s: _steady(rng, s) + 12.0 * (_steps(s) >= s[0] // 2),
-    ),
-    "heavy": ("noise without a variance", _heavy),
+KINDS = {
+    "steady": "a healthy training",
+    "small": "gradients 25 binades smaller",
+    "activations": "something else reaches 6 binades above the weights' gradients",
+    "spikes": "one step in 50 is 8 binades above the others",
+    "burst": "60 steps in the middle are NaN, and so are their losses",
+    "fading": "gradients become 20 binades smaller",
+    "rising": "gradients become 20 binades larger",
+    "jump": "gradients are 12 binades larger from the middle on",
+    "heavy": "noise without a variance",
 }
-"""What can be made up: in words, and by what."""
+"""The histories that can be made up."""
 
 
 def made_up(kind: str, steps: int, runs: int, seed: int = 0) -> History:
@@ -81,20 +52,28 @@ def made_up(kind: str, steps: int, runs: int, seed: int = 0) -> History:
     for name, number in (("steps", steps), ("runs", runs)):
         if number < 1:
             raise SettingError(f"{name} must be >= 1, got {number}.")
-    shape = (steps, runs)
-    amax = KINDS[kind][1](np.random.default_rng(seed), shape)
+    shape, rng = (steps, runs), np.random.default_rng(seed)
+    noise = rng.standard_t(2, shape) - 2.0 if kind == "heavy" else rng.normal(-2.0, 0.7, shape)
+    step = np.arange(steps, dtype=np.float64)[:, None]
+    shifts: dict[str, Any] = {
+        "small": -25.0,
+        "spikes": 8.0 * (step % 50 == 49),
+        "fading": -20.0 * step / steps,
+        "rising": 20.0 * step / steps,
+        "jump": 12.0 * (step >= steps // 2),
+    }
     above = np.full(shape, 6.0 if kind == "activations" else 0.0)
     loss_finite = np.ones(shape, dtype=bool)
     if kind == "burst":
         loss_finite[steps // 2 : steps // 2 + 60] = False
-    return History(amax, above, loss_finite)
+    return History(noise + shifts.get(kind, 0.0), above, loss_finite)
 
 
-def recorded(path: Path, runs: int = 1) -> History:
+def recorded(path: Path) -> History:
     """The history in a CSV file with the columns `amax` and `scale`, and perhaps `loss_finite`.
 
-    `amax` is what `outcome.amax` said, at that scale. Of a step that overflowed nobody knows how
-    large it was; it is taken for one binade too large for its scale, as float16 has it.
+    `amax` is `outcome.amax`, at that scale. That of a step that overflowed is taken to be one
+    binade above what float16 can hold.
     """
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
@@ -109,14 +88,10 @@ def recorded(path: Path, runs: int = 1) -> History:
                 ) from None
             if not 0 < scale < math.inf:
                 raise SettingError(f"scale must be > 0 and finite, row {number} has {scale}.")
-            known = math.isfinite(amax)
-            largest = math.log2(amax) if known and amax > 0 else 17.0 if not known else -math.inf
+            amax = amax if math.isfinite(amax) else 2.0**17
+            largest = math.log2(amax) if amax > 0 else -math.inf
             rows.append((largest - math.log2(scale), finite))
     if not rows:
         raise SettingError(f"{path.name} has no steps.")
-    shape = (len(rows), runs)
-    amax_column = np.array([[value] for value, _ in rows])
-    loss_finite = np.array([[finite] for _, finite in rows])
-    return History(
-        np.broadcast_to(amax_column, shape), np.zeros(shape), np.broadcast_to(loss_finite, shape)
-    )
+    sizes, finites = (np.array(column)[:, None] for column in zip(*rows, strict=True))
+    return History(sizes, np.zeros(sizes.shape), finites)

@@ -1,8 +1,9 @@
-"""A policy and a history, each hearing of the other: a scale that is too high makes a bad step."""
+"""A policy on a history of gradients: a scale that is too high makes a bad step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ GOOD = 2.0
 
 
 class Report(NamedTuple):
-    """What became of every run. Steps whose loss was not finite are no policy's fault."""
+    """The results of every run. Steps whose loss was not finite do not count as skipped."""
 
     skipped: NDArray[Any]
     """Steps that were not applied although their loss was finite."""
@@ -46,10 +47,10 @@ def walk(
 ) -> Report:
     """What `policy` makes of every run of `history`, from its own first scale or from `scales`."""
     steps, runs = history.amax.shape
-    known: Any = policy
     facts = format_named(format)
     ceiling = facts.ceiling
     smallest = math.log2(facts.smallest_subnormal) - 1
+    update: Callable[..., Any] = policy.update
     state: Any = policy.init(np, like=np.zeros(runs, dtype=np.float32))
     if scales is not None:
         state = state._replace(scale=np.asarray(scales, dtype=np.float32))
@@ -68,35 +69,12 @@ def walk(
             exponent=np.frexp(there)[1].astype(np.int32),
             upper=above(amax, math.log2(facts.max * EDGE)).astype(np.float32),
         )
-        state = known.update(state, stats, np)
-    return _report(history, log2, finite, np.log2(state.scale), facts.smallest_normal, ceiling)
-
-
-def above(amax: NDArray[Any], edge: float) -> NDArray[Any]:
-    """The share of the elements above `edge`, if the largest is `amax`; both as log2.
-
-    >>> float(above(np.array(13.0), 13.0)) < 2e-7
-    True
-    """
-    middle = amax + SPREAD * math.log(RAREST)
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp((edge - middle) / SPREAD))
-
-
-def _report(
-    history: History,
-    log2: NDArray[Any],
-    finite: NDArray[Any],
-    last: NDArray[Any],
-    smallest_normal: float,
-    ceiling: int,
-) -> Report:
-    """What a walk with these scales amounts to."""
-    steps = len(log2)
+        state = update(state, stats, np)
+    last = np.log2(state.scale)
     skipped = history.loss_finite & ~finite
     begun = np.logical_or.accumulate(finite, axis=0)
     early = np.arange(steps)[:, None] < 20
-    below = 1 - above(history.amax + log2, math.log2(smallest_normal))
+    below = 1 - above(history.amax + log2, math.log2(facts.smallest_normal))
     share = (below * finite).sum(axis=0) / np.maximum(finite.sum(axis=0), 1)
     reach = np.where(history.loss_finite, history.amax + history.above, -np.inf)
     best = np.ceil(ceiling - reach.max(axis=0)) - 1
@@ -112,3 +90,14 @@ def _report(
         scale=np.exp2(last),
         scales=log2,
     )
+
+
+def above(amax: NDArray[Any], edge: float) -> NDArray[Any]:
+    """The share of the elements above `edge`, if the largest is `amax`; both as log2.
+
+    >>> float(above(np.array(13.0), 13.0)) < 2e-7
+    True
+    """
+    middle = amax + SPREAD * math.log(RAREST)
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp((edge - middle) / SPREAD))

@@ -1,4 +1,4 @@
-"""What a checkpoint says of a policy and of its state."""
+"""The policy and the state that a checkpoint describes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradscale.policy import POLICIES, DefaultBound, Dynamic, Off, Policy, Stati
 
 
 def policy_of(saved: checkpoints.Saved, present: Policy) -> Policy:
-    """The policy that a checkpoint asks for, of a scaler that has the `present` one."""
+    """The policy of a checkpoint, for a scaler that has the policy `present`."""
     try:
         if saved.policy is not None:
             given = dict(saved.settings)
@@ -43,7 +43,7 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
         return first
     if strict and set(first._fields) != set(fields):
         odd = ", ".join(sorted(set(first._fields) ^ set(fields)))
-        raise StateError(f"The state of {type(policy).__name__} lacks or does not know: {odd}.")
+        raise StateError(f"The state has not the fields of {type(policy).__name__}: check {odd}.")
     known = {name: value for name, value in fields.items() if name in first._fields}
     for name, value in known.items():
         if isinstance(getattr(first, name), int) and not isinstance(value, int):

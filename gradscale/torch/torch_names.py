@@ -19,14 +19,10 @@ from gradscale.torch.step import entries
 
 def setting(name: str, missing: float) -> Any:
     """A view of a setting of the policy; `missing` where the policy has no such setting."""
-
-    def get(scaler: Any) -> Any:
-        return getattr(scaler._state.policy, name, missing)
-
-    def put(scaler: Any, value: Any) -> None:
-        scaler._state.change(name, value)
-
-    return property(get, put)
+    return property(
+        lambda scaler: getattr(scaler._state.policy, name, missing),
+        lambda scaler, value: scaler._state.change(name, value),
+    )
 
 
 def setter(name: str) -> Any:
@@ -43,38 +39,25 @@ def setter(name: str) -> Any:
 def initial(name: str, missing: float) -> Any:
     """A view of a field of the first state; `missing` where it has no such field."""
 
-    def get(scaler: Any) -> Any:
-        return getattr(scaler._state.initial, name, missing)
-
     def put(scaler: Any, value: Any) -> None:
         scaler._state.initial = scaler._state.initial._replace(**{name: value})
 
-    return property(get, put)
+    return property(lambda scaler: getattr(scaler._state.initial, name, missing), put)
 
 
 def live(name: str) -> Any:
-    """A field of the state as a tensor; None before the first loss.
-
-    Setting it ends the iteration.
-    """
-
-    def get(scaler: Any) -> Any:
-        return scaler._state.field(name)
+    """A field of the state as a tensor, None before the first loss; setting ends the iteration."""
 
     def put(scaler: Any, value: Any) -> None:
         scaler._state.put(name, value)
         scaler._pipeline.passes.end()
 
-    return property(get, put)
+    return property(lambda scaler: scaler._state.field(name), put)
 
 
 def states() -> Any:
-    """Torch's states of the optimizers: a copy, for who reads it."""
-
-    def get(scaler: Any) -> Any:
-        return scaler._pipeline.entries.as_torch(scaler._state.device)
-
-    return property(get)
+    """A copy of the states of the optimizers in torch's form."""
+    return property(lambda scaler: scaler._pipeline.entries.as_torch(scaler._state.device))
 
 
 def check_scale_growth_tracker(scaler: Any, funcname: str) -> tuple[Any, Any]:
@@ -88,8 +71,7 @@ def check_scale_growth_tracker(scaler: Any, funcname: str) -> tuple[Any, Any]:
 
 def get_scale_async(scaler: Any) -> Tensor | None:
     """The scale as a tensor."""
-    scale: Tensor | None = scaler._scale
-    return scale
+    return scaler._scale
 
 
 def get_growth_tracker(scaler: Any) -> int:

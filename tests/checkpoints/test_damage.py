@@ -117,8 +117,8 @@ GOOD = {"scale": 8.0, "good_steps": 1}
         ([[None, GOOD]], "got None"),
         ([[[1], GOOD]], r"got [1]"),
         *(([[1, GOOD], ["a", bad]], "id 'a'") for bad in [*NO_DICT, {}, {"good_steps": 1}]),
-        *(([["a", {**GOOD, "scale": bad}]], "id 'a': The state's scale") for bad in NO_SCALE),
-        *(([["a", {**GOOD, "good_steps": bad}]], "'a': The state's good_") for bad in NO_COUNT),
+        *(([["a", {**GOOD, "scale": bad}]], "id 'a': scale") for bad in NO_SCALE),
+        *(([["a", {**GOOD, "good_steps": bad}]], "'a': good_") for bad in NO_COUNT),
     ],
 )
 def test_damaged_state_of_a_further_loss_is_refused_by_its_id(losses: Any, name: str) -> None:

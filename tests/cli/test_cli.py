@@ -125,7 +125,7 @@ def test_info_says_whether_triton_is_used(
     found = {name: facts.Package(name, v, devices=d) for name, (v, d) in packages.items()}
     assert facts.use_of(found["triton"], found).startswith(use)
     # In agreement with the path that the same report names.
-    assert ("used: kernels" in use) == (facts.path(found).name == "triton")
+    assert ("used: kernels" in use) == (facts.path(found)["name"] == "triton")
 
 
 def test_info_says_what_each_framework_is_for() -> None:
@@ -138,7 +138,7 @@ def test_info_says_what_each_framework_is_for() -> None:
 
 def test_the_path_follows_from_what_is_there() -> None:
     def name(torch: facts.Package, triton: facts.Package) -> str:
-        return facts.path({"torch": torch, "triton": triton}).name
+        return facts.path({"torch": torch, "triton": triton})["name"]
 
     gpu, cpu = facts.Package("torch", "2.13", devices=("a GPU",)), facts.Package("torch", "2.13")
     triton = facts.Package("triton", "3.9")
@@ -186,7 +186,7 @@ def test_absent_framework_comes_with_a_remedy() -> None:
     assert facts.look("noframework").remedy == "pip install noframework"
     assert facts.Package("torch").remedy == 'pip install "gradscale[torch]"'
     packages = {name: facts.Package(name) for name in facts.FRAMEWORKS}
-    assert facts.path(packages).name == "none"
+    assert facts.path(packages)["name"] == "none"
 
 
 def test_extras_are_those_of_pyproject() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -223,15 +222,6 @@ def test_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"picture{suffix}"
     picture.draw([train.Trace(run, [step]) for run in train.RUNS], 0.07, path)
     assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")
-
-
-def test_labels_that_meet_are_moved_apart() -> None:
-    heights = [0.5, 0.5, 0.52, 0.9, 0.1]
-    moved = picture.spread(heights, 0.1)
-    ordered = sorted(moved)
-    assert min(b - a for a, b in itertools.pairwise(ordered)) > 0.0999
-    assert moved[3:] == pytest.approx([0.9, 0.1])  # in nobody's way
-    assert sum(moved) == pytest.approx(sum(heights))
 
 
 def test_smoothing_keeps_a_constant_and_the_length() -> None:

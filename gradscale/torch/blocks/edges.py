@@ -1,16 +1,16 @@
-"""What lies on the border of a block: nothing in the forward pass, a factor in the backward pass.
+"""The border of a block: the identity in the forward pass, a factor in the backward pass.
 
-The largest gradient that passes is handed on as the gradient of a number that nobody uses, the
-meter. So a backward pass changes nothing but gradients, and compiles as any other.
+The largest gradient that passes is returned as the gradient of an extra input, the meter. So a
+backward pass changes nothing but gradients, and compiles as any other.
 
-The factors are kept as they are, not with save_for_backward: a checkpoint that computes a block
-once more would put what it finds then in their place. And forward() takes the context, because
-with setup_context() torch looks at the signature in every call, which takes 50 us.
+The factors are attributes of the context and not saved tensors, because activation checkpointing
+would replace those by what it finds when it recomputes a block. And forward() takes the context:
+with setup_context() torch inspects the signature in every call, which takes 50 us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Border(torch.autograd.Function):
     """A tensor that leaves a block, enters one, or both; its gradient goes the other way.
 
     The gradient is divided by the scale of the block that it leaves (`shut`) and multiplied by
-    that of the block that it enters (`opened`), at once: between two blocks it is never unscaled.
+    that of the block that it enters (`opened`), by one factor: it is never unscaled in between.
     """
 
     @staticmethod
@@ -39,18 +39,23 @@ class Border(torch.autograd.Function):
         leaving: Tensor | None,
         route: tuple[int, int, int],
     ) -> Tensor:
-        """`x` itself. Where it enters a block it is a view, which torch lets nobody write to.
+        """`x` itself: where it enters a block a view, which torch refuses to write to in place.
 
-        Whoever did would change what others see of `x`, unknown to autograd. Where it leaves one it
-        is not, because the owner of `seen` (hooks.py) can tell; but not while it is compiled.
+        Autograd would not see such a write. Where it leaves a block it is no view: hooks.py notices
+        a write by the `grad_fn`. In a compiled function it is always a view.
 
-        The `route` is a mark, the place where its gradient comes from, and that it goes to.
-        `entering` and `leaving` are the meters of the blocks that it enters and leaves.
+        Args:
+            ctx: Of autograd.
+            x: The tensor.
+            opened: The scale of the block that the gradient enters.
+            shut: The reciprocal of the scale of the block that the gradient leaves.
+            entering: The meter of the block that the gradient enters.
+            leaving: The meter of the block that the gradient leaves.
+            route: A mark, and the places that the gradient comes from and goes to.
         """
-        ctx.opened, ctx.shut, ctx.route = opened, shut, route
-        ctx.heard = entering is not None, leaving is not None
-        ctx.set_materialize_grads(False)
-        _stamp(ctx, opened if shut is None else shut)
+        ctx.opened, ctx.shut = opened, shut
+        ctx.measured = entering is not None, leaving is not None
+        _prepare(ctx, route, opened if shut is None else shut)
         if route[1] == OUTSIDE and not torch.compiler.is_compiling():
             return x.detach()
         return x.view_as(x)
@@ -59,15 +64,17 @@ class Border(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient at the scale of the place that it goes to; amax there, amax before."""
         if grad is None:
-            return None, None, None, None, None, None
+            return (None,) * 6
         _check(ctx, ctx.opened if ctx.shut is None else ctx.shut)
         factor = ctx.opened
         if ctx.shut is not None:
             factor = ctx.shut if factor is None else factor * ctx.shut
-        amax = _amax([grad]) if any(ctx.heard) else None
-        entering = amax * factor if amax is not None and ctx.heard[0] else None
-        leaving = amax if ctx.heard[1] else None
-        return _times(grad, factor), None, None, entering, leaving, None
+        amax = _amax([grad]) if any(ctx.measured) else None
+        entering = amax * factor if amax is not None and ctx.measured[0] else None
+        leaving = amax if ctx.measured[1] else None
+        # A factor may be beyond what float16 can hold.
+        moved = (_wide(grad) * factor).to(grad.dtype)
+        return moved, None, None, entering, leaving, None
 
 
 class Weights(torch.autograd.Function):
@@ -75,16 +82,11 @@ class Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        shut: Tensor,
-        meter: Tensor | None,
-        route: tuple[int, int, int],
-        *params: Tensor,
+        ctx: Any, shut: Tensor, meter: Tensor | None, route: tuple[int, int, int], *params: Tensor
     ) -> tuple[Tensor, ...]:
         """The `params` themselves."""
-        ctx.shut, ctx.route, ctx.heard = shut, route, meter is not None
-        ctx.set_materialize_grads(False)
-        _stamp(ctx, shut)
+        ctx.shut, ctx.measured = shut, meter is not None
+        _prepare(ctx, route, shut)
         return tuple(param.view_as(param) for param in params)
 
     @staticmethod
@@ -94,7 +96,7 @@ class Weights(torch.autograd.Function):
         if not there:
             return None, None, None, *grads
         _check(ctx, ctx.shut)
-        amax = _amax(there) if ctx.heard else None
+        amax = _amax(there) if ctx.measured else None
         if any(grad.is_sparse for grad in there):
             done = iter([_wide(grad) * ctx.shut for grad in there])
         else:
@@ -102,23 +104,8 @@ class Weights(torch.autograd.Function):
         return None, amax, None, *(None if grad is None else next(done) for grad in grads)
 
 
-def cross(
-    x: Tensor,
-    opened: Tensor | None,
-    shut: Tensor | None,
-    entering: Tensor | None,
-    leaving: Tensor | None,
-    route: tuple[int, int, int],
-) -> Tensor:
-    """`x` on the other side of a border."""
-    return Border.apply(x, opened, shut, entering, leaving, route)  # type: ignore[no-untyped-call]
-
-
-def lend(
-    shut: Tensor, meter: Tensor | None, route: tuple[int, int, int], params: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """The `params` inside of a block."""
-    return Weights.apply(shut, meter, route, *params)  # type: ignore[no-untyped-call]
+cross: Callable[..., Tensor] = Border.apply
+lend: Callable[..., tuple[Tensor, ...]] = Weights.apply
 
 
 def _amax(grads: list[Tensor]) -> Tensor:
@@ -135,29 +122,24 @@ def _amax(grads: list[Tensor]) -> Tensor:
     return torch.stack(largest).amax().float()
 
 
-def _times(grad: Tensor, factor: Tensor) -> Tensor:
-    """`grad` times `factor`, which float16 cannot always hold."""
-    if grad.dtype is torch.float16:
-        return (grad.float() * factor).to(grad.dtype)
-    return grad * factor
-
-
 def _wide(grad: Tensor) -> Tensor:
     """`grad` in a format in which a small one does not vanish."""
     return grad.float() if grad.dtype is torch.float16 else grad
 
 
-def _stamp(ctx: Any, factor: Tensor | None) -> None:
-    """Remembers how often `factor` has been written."""
+def _prepare(ctx: Any, route: tuple[int, int, int], factor: Tensor | None) -> None:
+    """Stores the route, and the version of `factor`, in the context."""
+    ctx.route = route
+    ctx.set_materialize_grads(False)
     compiling = torch.compiler.is_compiling()
-    ctx.stamp = None if factor is None or compiling else factor._version
+    ctx.version = None if factor is None or compiling else factor._version
 
 
 def _check(ctx: Any, factor: Tensor) -> None:
     """Raises if `factor` was written since, or if this gradient will be differentiated."""
     if torch.compiler.is_compiling():
         return
-    if ctx.stamp != factor._version:
+    if ctx.version != factor._version:
         raise CallOrderError(
             "The scales of the blocks have moved between a forward pass and its backward pass. "
             "Call blocks.update() after the backward pass, before the next forward pass."

@@ -1,7 +1,7 @@
 """The hooks that put a border around every block of a model while it runs.
 
-Borders lie around what FSDP2 does to inputs and outputs; weights are taken inside of that, where
-they are whole and their gradients are not reduced yet.
+Borders lie around what FSDP2 does to inputs and outputs; weights are replaced inside of that, where
+they are gathered and their gradients are not reduced yet.
 """
 
 from __future__ import annotations
@@ -9,35 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import OUTSIDE, cross, lend
-from gradscale.torch.blocks.finding import Block
 from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
 
 _marks = itertools.count()
-
-
 _EARLY = 16
-"""Updates in which scales find their places, and are measured every time."""
-
-
-class _Made(NamedTuple):
-    """A tensor that a block has returned."""
-
-    seen: Tensor
-    """As others see it: behind the border."""
-    node: Any
-    """Its `grad_fn`; None while it is compiled."""
-    made: Tensor
-    """As the block has made it."""
-    maker: int
-    """The place of the block."""
+"""The first updates, in which gradients are measured every time."""
 
 
 class BlockHooks:
@@ -51,19 +36,16 @@ class BlockHooks:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: list[Block],
-        every: int,
-        ended: Callable[[Any], None],
+        self, model: nn.Module, blocks: list[Block], every: int, ended: Callable[[Any], None]
     ) -> None:
         self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
         self.mark = next(_marks)
         self._num_updates = 0
-        self.made: list[_Made] = []
-        """What the last block returned."""
+        self.made: list[tuple[Tensor, Any, Tensor, int]] = []
+        """What the last block returned: behind its border, the `grad_fn` of that (None while
+        compiling), the tensor before the border, and the place of the block."""
         self._own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
-        """The true weights of modules that are running."""
+        """The weights that were replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
         self.device = _device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
@@ -73,29 +55,24 @@ class BlockHooks:
         self._handles = list(self._hook())
 
     def _hook(self) -> Iterator[Any]:
-        """Puts the hooks in place; what takes them off again."""
+        """Registers the hooks; yields their handles."""
         for place, block in enumerate(self.blocks):
-            first, last = block.modules[0], block.modules[-1]
-            yield first.register_forward_pre_hook(
-                partial(self._enter, place), prepend=True, with_kwargs=True
-            )
-            for module in block.modules:
-                for unit, owners in _units(module).items():
-                    yield unit.register_forward_pre_hook(
-                        partial(self._lend, place, type(unit), owners)
-                    )
-                    # torch.compile of torch 2.11 loses count of hooks that were put before others.
-                    yield unit.register_forward_hook(
-                        self._take_back, prepend=bool(unit._forward_hooks), always_call=True
-                    )
-                    self._widen(owner._parameters[name] for owner, name in owners)
-            yield last.register_forward_hook(partial(self._leave, place))
+            enter, leave = partial(self._enter, place), partial(self._leave, place)
+            yield block.modules[0].register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            units = (pair for module in block.modules for pair in _units(module).items())
+            for unit, owners in units:
+                yield unit.register_forward_pre_hook(partial(self._lend, place, type(unit), owners))
+                # torch.compile of torch 2.11 loses count of hooks that were put before others.
+                before = bool(unit._forward_hooks)
+                yield unit.register_forward_hook(self._take_back, prepend=before, always_call=True)
+                self._widen(owner._parameters[name] for owner, name in owners)
+            yield block.modules[-1].register_forward_hook(leave)
         yield self._model.register_forward_hook(self._end)
 
     def _enter(
         self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of a block, behind its border."""
+        """The arguments of a block, behind its border: a forward pre-hook."""
         if not torch.is_grad_enabled():
             return None
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
@@ -112,18 +89,15 @@ class BlockHooks:
                 f"{self.blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
                 "one for each device."
             )
-        leaving = self._meter(LEAVING, place)
+        shut, leaving = self._shut[place], self._meter(LEAVING, place)
         for seen, node, made, maker in self.made:
             if seen is x and _is_untouched(x, node):
-                route = (self.mark, place, maker)
-                entering = self._meter(ENTERING, maker)
-                factors = self._opened[maker], self._shut[place]
-                return cross(made, *factors, entering, leaving, route)
-        route = (self.mark, place, OUTSIDE)
-        return cross(x, None, self._shut[place], None, leaving, route)
+                route, entering = (self.mark, place, maker), self._meter(ENTERING, maker)
+                return cross(made, self._opened[maker], shut, entering, leaving, route)
+        return cross(x, None, shut, None, leaving, (self.mark, place, OUTSIDE))
 
     def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output of a block, behind its border."""
+        """The output of a block, behind its border: a forward hook."""
         if not torch.is_grad_enabled():
             return None
         self.made = []
@@ -139,7 +113,7 @@ class BlockHooks:
         entering = self._meter(ENTERING, place)
         seen = cross(made, self._opened[place], None, entering, None, route)
         node = None if torch.compiler.is_compiling() else seen.grad_fn
-        self.made.append(_Made(seen, node, made, place))
+        self.made.append((seen, node, made, place))
         return seen
 
     def _lend(
@@ -150,7 +124,7 @@ class BlockHooks:
         module: nn.Module,
         args: Any,
     ) -> None:
-        """Has a module use its weights through the border of the block at `place`."""
+        """Replaces the weights of a module by views behind the border of the block at `place`."""
         if not torch.is_grad_enabled():
             return
         if type(module) is not kind:
@@ -168,13 +142,13 @@ class BlockHooks:
             self._refuse(place, params)
             self._widen(params)
         route = (self.mark, place, OUTSIDE)
-        views = lend(self._shut[place], self._meter(WEIGHTS, place), route, params)
+        views = lend(self._shut[place], self._meter(WEIGHTS, place), route, *params)
         self._own[module] = lent
         for (owner, name, _), view in zip(lent, views, strict=True):
             owner._parameters[name] = view  # type: ignore[assignment]
 
     def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Gives a module its weights back."""
+        """Restores the weights of a module."""
         for owner, name, param in self._own.pop(module, ()):
             owner._parameters[name] = param
 
@@ -211,7 +185,8 @@ class BlockHooks:
                     "BlockScales cannot scale. After fully_shard() that happens when a part of a "
                     "sharded module is called on its own. Leave the block out of blocks=."
                 )
-            if param.dtype is torch.float16 and _in_ddp():
+            in_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+            if param.dtype is torch.float16 and in_ddp:
                 raise SettingError(
                     f"Block {self.blocks[place].name!r} has float16 weights, whose gradients are "
                     "float32 with BlockScales, and DDP takes float16 alone. Use float32 weights "
@@ -219,16 +194,15 @@ class BlockHooks:
                 )
 
     def _widen(self, params: Iterable[Tensor | None]) -> None:
-        """Has float16 weights take gradients in float32."""
+        """Sets `grad_dtype` of float16 weights to float32."""
         for param in params:
-            if param is None or not param.requires_grad or param.dtype is not torch.float16:
-                continue
-            if param.grad_dtype is not torch.float32:
+            half = param is not None and param.requires_grad and param.dtype is torch.float16
+            if param is not None and half and param.grad_dtype is not torch.float32:
                 param.grad_dtype = torch.float32
                 self._widened.append(param)
 
     def remove(self) -> None:
-        """Takes everything off the model again."""
+        """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         for module in list(self._own):
@@ -239,13 +213,8 @@ class BlockHooks:
         self._handles, self._widened, self.made = [], [], []
 
 
-def _in_ddp() -> bool:
-    """Whether DDP is calling the model."""
-    return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
-
-
 def _is_untouched(x: Tensor, node: Any) -> bool:
-    """Whether nobody has written to `x`, which came from `node`, or waits for its gradient."""
+    """Whether `x`, made by `node`, was not written to since, and has no hooks on its gradient."""
     if torch.compiler.is_compiling():
         return True
     return x.grad_fn is node and not x._backward_hooks and not x.retains_grad
@@ -272,15 +241,10 @@ def _device_of(blocks: Sequence[Block]) -> torch.device:
 
 
 def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Who owns the weights of `module`, by the module in whose forward pass they are whole.
+    """The weights of `module`, as (owner, name), by the module whose forward pass gathers them.
 
     That is `module` itself, or modules below it that FSDP2 has sharded on their own.
     """
-    sharded: tuple[type, ...] = ()
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        sharded = (FSDPModule,)
     units: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     waiting = [(module, module)]
     seen = set()
@@ -289,7 +253,7 @@ def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
         if owner in seen:
             continue
         seen.add(owner)
-        unit = owner if isinstance(owner, sharded) else unit
+        unit = owner if hasattr(owner, "_get_fsdp_state") else unit
         names = [(owner, name) for name, param in owner._parameters.items() if param is not None]
         if names:
             units.setdefault(unit, []).extend(names)

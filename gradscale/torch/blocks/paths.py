@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from gradscale.errors import SettingError
 from gradscale.torch.blocks.edges import OUTSIDE
+from gradscale.torch.blocks.hooks import BlockHooks
 
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-def check(
-    outputs: Iterable[Tensor],
-    mark: int,
-    blocks: Sequence[str],
-    params: Mapping[int, str],
-    meters: AbstractSet[int],
-) -> None:
+def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str]) -> None:
     """Raises if the gradient of `outputs` gets into or out of a block other than over its border.
 
-    What compiled functions and reentrant checkpoints do inside is not seen.
-
-    Args:
-        outputs: Tensors that come from the model.
-        mark: What the borders of these blocks are marked with.
-        blocks: The names of the blocks.
-        params: The names of parameters by id.
-        meters: The ids of the meters, whose gradients are none.
+    What compiled functions and reentrant checkpoints do inside is not seen. `params` has the names
+    of parameters by id.
 
     Raises:
         SettingError: It names the block and what is wrong.
     """
+    blocks = [block.name for block in hooks.blocks]
+    meters = {id(meter) for row in hooks.meters for meter in row}
     waiting = [(out.grad_fn, OUTSIDE) for out in outputs if out.grad_fn is not None]
     seen: dict[Any, int] = {}
     while waiting:
@@ -46,7 +36,7 @@ def check(
             name = params.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}")
             _refuse_argument(blocks[place], repr(name))
         route = getattr(node, "route", (None, OUTSIDE, OUTSIDE))
-        ours = route[0] == mark
+        ours = route[0] == hooks.mark
         expected = route[1] if ours else seen.get(node, place)
         if place != expected:
             if place != OUTSIDE and expected == OUTSIDE:
@@ -66,7 +56,7 @@ def check(
 
 
 def _leaf(node: Any) -> Tensor | None:
-    """The tensor whose `.grad` the gradient ends in at `node`."""
+    """The tensor in whose `.grad` the node accumulates; None of any other node."""
     leaf = getattr(node, "variable", None)
     return leaf if isinstance(leaf, Tensor) and not node.next_functions else None
 

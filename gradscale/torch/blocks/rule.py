@@ -1,11 +1,11 @@
-"""Where the scale of every block goes, from the largest gradients that were seen at its border.
+"""The rule that moves the scale of every block, by the largest gradients at its border.
 
 A pure function of whole numbers, for all blocks at once and without waiting for the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,13 +20,13 @@ MAX_EXPONENT = 60
 _FLOOR = -14
 """2**-14 is the smallest normal number of float16: no block falls below it because of a fault."""
 _FAULTS = 4
-"""Faults of a block that are remembered."""
+"""The most faults of a block that count at a time."""
 _WEIGHTS = 2
 """Binades by which gradients of weights may be larger: nothing is computed from them."""
 
 
 class BlockState(NamedTuple):
-    """What is known of the blocks, in the order of the forward pass."""
+    """The state of the blocks, in the order of the forward pass."""
 
     exponents: Tensor
     """int32: inside of the block, gradients are larger by two to the power of this."""
@@ -40,8 +40,8 @@ class BlockPolicy:
 
         entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,
             all at the scale that the block has; amax is the largest of them, weights / 4
-        if entering is 0 or not finite:     # nothing is known, it was lost further up
-            move as the nearest block above of which something is known
+        if entering is 0 or not finite:     # it was lost in a later block
+            move as the nearest later block whose gradient is neither
         elif leaving or weights is not finite:
             move by -drop                   # or more, or less: entering goes to 2**target at most,
             resting += rest                 # and not below 2**-14
@@ -60,19 +60,16 @@ class BlockPolicy:
     rest: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("target", "low", "high", "drop", "rest"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SettingError(f"{name} must be a whole number, got {value!r}.")
+            if name in ("drop", "rest") and value < 1:
+                raise SettingError(f"{name} must be >= 1, got {value}.")
         if not _FLOOR <= self.low <= self.target <= self.high <= 16:
             raise SettingError(
                 f"low, target and high must rise from -14 to 16, got {self.low}, {self.target}, "
                 f"{self.high}."
             )
-        if self.drop < 1:
-            raise SettingError(f"drop must be >= 1, got {self.drop}.")
-        if self.rest < 1:
-            raise SettingError(f"rest must be >= 1, got {self.rest}.")
 
     def init(self, num_blocks: int, device: torch.device) -> BlockState:
         """Every block at the scale 1."""

@@ -1,14 +1,13 @@
 """BlockScales: gradients keep a scale of their own inside of every block.
 
-Whatever crosses the border of a block is converted: gradients that enter it through its outputs
-are multiplied by its scale, those that leave it through its inputs and its weights are divided.
-That is right for any model, also where paths branch and meet, weights are tied and blocks are
-called twice, because outside of the blocks nothing is ever scaled.
+Gradients that enter a block through its outputs are multiplied by its scale, those that leave it
+through its inputs and its weights are divided. That is right for any model, also where paths branch
+and meet, weights are tied and blocks are called twice: nothing is scaled outside of the blocks.
 
-Where a block hands its output straight to the next one, the two conversions are one, so from there
-on the gradient stays scaled: that rescues a deep plain net, whose gradients would vanish in between
-too. The division happens where a weight is used, not at the weight: so DDP, FSDP2, accumulation and
-the scaler see ordinary gradients, and ranks need not agree.
+Where the output of a block is the input of the next one, the two conversions are one
+multiplication, so the gradient stays scaled in between; in a deep plain net it would vanish there.
+The division happens where a weight is used, not at the weight: so DDP, FSDP2, accumulation and the
+scaler see ordinary gradients, and ranks need not agree.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradscale.errors import SettingError, StateError
 from gradscale.torch.blocks import paths
-from gradscale.torch.blocks.finding import find
+from gradscale.torch.blocks.chains import find
 from gradscale.torch.blocks.hooks import BlockHooks
 from gradscale.torch.blocks.rule import MAX_EXPONENT, BlockPolicy, BlockState
 
@@ -82,14 +81,14 @@ class BlockScales:
             self.check(*(out for out in tree_leaves(output) if isinstance(out, Tensor)))
 
     def remove(self) -> None:
-        """Takes everything off the model again."""
+        """Removes the hooks, and restores `grad_dtype`: the model is as it was before."""
         self._hooks.remove()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the scales to where the gradients since the last update want them.
+        """Moves the scales by the gradients since the last update, without waiting for the device.
 
-        Call it after the step, once per iteration. Nothing waits for the device.
+        Call it after the step, once per iteration.
         """
         amax = self._hooks.amax
         if not self._hooks.end_update():
@@ -120,8 +119,7 @@ class BlockScales:
             SettingError: It names the block and what to do.
         """
         names = {id(param): name for name, param in self._model.named_parameters()}
-        meters = {id(meter) for row in self._hooks.meters for meter in row}
-        paths.check(outputs, self._hooks.mark, self.names, names, meters)
+        paths.check(outputs, self._hooks, names)
         self._checked = True
 
     @property
@@ -136,11 +134,9 @@ class BlockScales:
 
     def state_dict(self) -> dict[str, Any]:
         """The scales as plain numbers, by block; **waits for the device**."""
-        numbers = {"exponents": self._state.exponents, "resting": self._state.resting}
-        return {
-            "version": 1,
-            **{k: dict(zip(self.names, v.tolist(), strict=True)) for k, v in numbers.items()},
-        }
+        rows = self._state._asdict().items()
+        numbers = {k: dict(zip(self.names, v.tolist(), strict=True)) for k, v in rows}
+        return {"version": 1, **numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict()` gave, for the same blocks.
@@ -151,24 +147,18 @@ class BlockScales:
         if state_dict.get("version") != 1:
             raise StateError(f"version must be 1, got {state_dict.get('version')!r}.")
         rows = []
-        for key, low, high in (
-            ("exponents", -MAX_EXPONENT, MAX_EXPONENT),
-            ("resting", 0, 2**31 - 1),
-        ):
+        bounds = {"exponents": (-MAX_EXPONENT, MAX_EXPONENT), "resting": (0, 2**31 - 1)}
+        for key, (low, high) in bounds.items():
             row = state_dict.get(key)
             if not isinstance(row, Mapping) or set(row) != set(self.names):
                 raise StateError(
                     f"{key} must have a number for each of the blocks {self.names}, got {row!r}."
                 )
-            for name, value in row.items():
-                if type(value) is not int or not low <= value <= high:
-                    raise StateError(
-                        f"{key} must be whole numbers from {low} to {high}, got {value!r} for "
-                        f"{name!r}."
-                    )
+            bad = {k: v for k, v in row.items() if type(v) is not int or not low <= v <= high}
+            if bad:
+                raise StateError(f"{key} must be whole numbers from {low} to {high}, got {bad}.")
             rows.append([row[name] for name in self.names])
         with torch.no_grad():
-            self._move(
-                BlockState(*torch.tensor(rows, dtype=torch.int32, device=self._hooks.device))
-            )
+            new = torch.tensor(rows, dtype=torch.int32, device=self._hooks.device)
+            self._move(BlockState(*new))
             self._hooks.amax.zero_()

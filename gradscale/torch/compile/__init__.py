@@ -1,1 +1,1 @@
-"""What torch.compile sees of a scaler."""
+"""Support for torch.compile."""

@@ -1,7 +1,4 @@
-"""A call that the compiler does not look into; imported when a function is being compiled.
-
-Not before, because it loads the compiler.
-"""
+"""A call that the compiler does not trace; imported while compiling, since it loads Dynamo."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ REASON = (
 
 
 def _call(scaler: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """What the method called `name` returns."""
     return getattr(scaler, name)(*args, **kwargs)
 
 
 call: Callable[..., Any] = torch.compiler.disable(_call, reason=REASON)
-"""`_call`, with everything that it calls hidden from the compiler."""
+"""Calls a method of a scaler by its name; the compiler does not trace it."""

@@ -1,7 +1,7 @@
 """Integer handles for scalers and optimizers in compiled graphs.
 
-Operators are given a number and find its owner again. Outcomes, which must be remembered between
-two calls, have numbers of their own, as tensors that travel through the graph.
+Operators take a number and look up its owner. Outcomes have numbers of their own, as tensors that
+are values of the graph.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import OrderedDict
+from collections import deque
 from typing import Any
 
 import torch
@@ -34,20 +34,18 @@ class ScalerHandle:
         self.number = register(scaler)
         with torch.inference_mode(False):
             self.order = torch.zeros((), dtype=torch.float32, device="cpu")
-        """An argument of every operator, which `apply` claims to change: so they stay in order."""
-        self._outcomes: OrderedDict[int, StepOutcome] = OrderedDict()
+        """An argument of every operator that `apply` declares to change, which keeps the order."""
+        self._outcomes: deque[tuple[int, StepOutcome]] = deque(maxlen=KEPT)
 
     def keep(self, outcome: StepOutcome) -> Tensor:
         """The number of `outcome`, as a tensor on the CPU."""
-        number = next(reversed(self._outcomes), 0) + 1
-        self._outcomes[number] = outcome
-        if len(self._outcomes) > KEPT:
-            self._outcomes.popitem(last=False)
+        number = self._outcomes[-1][0] + 1 if self._outcomes else 1
+        self._outcomes.append((number, outcome))
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def recall(self, number: Tensor) -> StepOutcome:
         """The outcome that has this number."""
-        outcome = self._outcomes.get(int(number))
+        outcome = dict(self._outcomes).get(int(number))
         if outcome is None:
             raise CallOrderError(
                 f"The outcomes of the last {KEPT} compiled steps are kept, and this one is older. "
@@ -57,15 +55,15 @@ class ScalerHandle:
 
 
 class OptimizerHandle:
-    """What a compiled function needs of an optimizer: **not** `param_groups`.
+    """What a compiled function needs of an optimizer.
 
-    Looking there, it would compile anew for every learning rate.
+    Not `param_groups`, which hold the learning rate: it would compile anew for every value.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.number = register(optimizer)
         self.params: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-        """The very lists, so that what is added to a group is seen."""
+        """The lists of the groups themselves, so that parameters that are added are seen."""
 
 
 def register(owner: object) -> int:

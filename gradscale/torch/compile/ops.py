@@ -1,12 +1,12 @@
-"""What torch.compile sees of a scaler: three operators, behind which the ordinary code runs.
+"""The operators by which torch.compile calls a scaler; the ordinary code runs behind them.
 
 A graph cannot hold entries, hooks and weak references. So in a compiled function `scale()` and
-`apply()` become operators that no compiler looks into; when the graph runs, they find the scaler by
-its number and do what is done without a compiler.
+`apply()` are opaque operators; when the graph runs, they find the scaler by its number and call its
+method of the same name.
 
-A compiler may give an operator copies of the tensors that it changes, and write the copies over the
-tensors afterwards. So `apply` first brings what it was given to where it belongs, and the results
-back in the end. Where both are the same memory, as Inductor leaves it, nothing is copied.
+A compiler may pass copies of the tensors that an operator changes, and write the copies back
+afterwards. So `apply` first copies its arguments to the real tensors, and at the end the results to
+the arguments. Where both are the same memory, as with Inductor, nothing is copied.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def scale(scaler: Any, loss: Tensor) -> Tensor:
     return scaled
 
 
-# It says that it changes nothing, because only such an operator may have a backward pass. Scaling a
-# loss twice does no harm, nor does leaving out a loss that nobody uses.
+# Declared to change nothing, because only such an operator may have a backward pass. A compiler may
+# then scale a loss twice or leave out an unused one, which does no harm.
 @torch.library.custom_op(
     "gradscale::scale",
     mutates_args=(),
@@ -66,17 +66,15 @@ def _begin_pass(grad: Tensor, loss: Tensor, scaler: int) -> Tensor:
 
 @_scale.register_fake
 def _scale_shape(loss: Tensor, order: Tensor, scaler: int) -> Tensor:
-    factor = torch.empty((), dtype=torch.float32, device=loss.device)
-    return times(loss, factor)
+    return times(loss, torch.empty((), dtype=torch.float32, device=loss.device))
 
 
 @_begin_pass.register_fake
 def _begin_pass_shape(grad: Tensor, loss: Tensor, scaler: int) -> Tensor:
-    factor = torch.empty((), dtype=torch.float32, device=grad.device)
-    return times(grad, factor).to(loss.dtype)
+    return _scale_shape(grad, loss, scaler).to(loss.dtype)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.scaler = inputs[2]
 
@@ -86,7 +84,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return torch.ops.gradscale.begin_pass(grad, loss, ctx.scaler), None, None
 
 
-_scale.register_autograd(_backward, setup_context=_remember)
+_scale.register_autograd(_backward, setup_context=_setup)
 
 
 # Applying.
@@ -100,7 +98,7 @@ def apply(
     closure: Callable[[], Any] | None,
     zero_grad: bool,
 ) -> StepOutcome:
-    """What became of the step; for `GradScaler.apply` in a compiled function."""
+    """The outcome of the step; for `GradScaler.apply` in a compiled function."""
     several = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     params = _params_of(several) if all(hasattr(one, "_handle") for one in several) else []
     numbers = all(type(limit) in (int, float, type(None)) for limit in (clip_norm, clip_value))
@@ -125,7 +123,7 @@ def apply(
             grad_enabled,
         )
     for param in params:
-        param.grad = None  # the operator has done so, unseen
+        param.grad = None  # the operator has done so, which the compiler does not see
     applied, finite, fits, loss_finite = flags.unbind()
     scale, grad_norm, amax, underflow = floats.unbind()
     measured = scaler._enabled and len(places) > 0
@@ -159,11 +157,11 @@ class Original:
 
 
 def _params_of(optimizers: Iterable[Any]) -> list[Tensor]:
-    """The parameters of `optimizers`, each once, in an order of which both sides are sure."""
+    """The parameters of `optimizers`, each once, in the same order at every call."""
     return list(dict.fromkeys(p for o in optimizers for each in o._handle.params for p in each))
 
 
-# Not a `custom_op`, inside which there is no autograd: whoever follows the scaler may want it.
+# Not a `custom_op`, inside which there is no autograd: followers of the scaler may need it.
 torch.library.define(
     "gradscale::apply",
     "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!) order, SymInt scaler,"
@@ -184,7 +182,7 @@ def _apply(
     clip_value: float | None,
     grad_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The values of the outcome, and its number; everything given is what it is after the step."""
+    """The values of the outcome, and its number; the arguments are as they are after the step."""
     owner = find(scaler)
     several = [find(number) for number in optimizers]
     everyone = _params_of(several)
@@ -194,7 +192,7 @@ def _apply(
         with torch.set_grad_enabled(grad_enabled):
             outcome = owner.apply(several, clip_norm=clip_norm, clip_value=clip_value)
     except BaseException:
-        torch.set_grad_enabled(grad_enabled)  # what comes next in the graph will not do it
+        torch.set_grad_enabled(grad_enabled)  # the rest of the graph, which does it, will not run
         raise
     for given, mine in copied:
         given.copy_(mine.detach())
@@ -206,7 +204,7 @@ def _apply(
 def _bring(
     params: list[Tensor], grads: list[Tensor], real: list[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """What was given as a copy, and where it belongs, after bringing it there."""
+    """Copies arguments to the real tensors; returns the pairs that are not the same memory."""
     pairs = list(zip(params, real, strict=True))
     for param, grad in zip(real, grads, strict=True):
         if param.grad is None:
@@ -214,12 +212,12 @@ def _bring(
         pairs.append((grad, param.grad))
     copied = [(given, mine) for given, mine in pairs if given.data_ptr() != mine.data_ptr()]
     for given, mine in copied:
-        mine.data.copy_(given)  # `data`: without a trace, as if it had been there before
+        mine.data.copy_(given)  # `data`: autograd must not see it
     return copied
 
 
 def _values(outcome: StepOutcome) -> tuple[Tensor, Tensor, Tensor]:
-    """The flags, floats and the count of `outcome`; an operator must not hand out its views."""
+    """The flags, floats and the count of `outcome`; an operator must not return views of them."""
     device = outcome.applied.device
     flags = (outcome.applied, outcome.finite, outcome.fits, outcome.loss_finite)
     floats = (outcome.scale, outcome.grad_norm, outcome.amax, outcome.underflow)

@@ -24,7 +24,7 @@ at least 64 to it. Dividing by R is too little as well where that rounds up: 655
 float16, and three of those are 65520.
 """
 
-# No `from __future__ import annotations`: DDP reads those of the hook, and wants no strings.
+# No `from __future__ import annotations`: DDP compares those of the hook, which must be types.
 
 from typing import TYPE_CHECKING, Any
 

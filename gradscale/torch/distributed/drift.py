@@ -1,11 +1,10 @@
-"""Whether ranks that should agree have the same scale, looked at every now and then."""
+"""A check, every 64 steps, that ranks that decide together have the same scale."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +20,12 @@ EVERY = 64
 """Steps from one mark to the next."""
 
 
-class Guarded(Protocol):
-    """A state of which all ranks must have the same."""
-
-    def guarded(self) -> list[Tensor]:
-        """Its values."""
-
-    def restore(self, values: Sequence[Tensor]) -> None:
-        """Takes over such values."""
-
-
 class Drift:
-    """A guard against scales that differ from rank to rank, by a checksum of each.
+    """Compares checksums of the scale between ranks.
 
-    A mark travels with the words of every 64th step, and is looked at with the next one, so that
-    nobody waits for the device.
+    A checksum is part of the report of every 64th step, and is read with the next one, so that
+    nothing waits for the device. A state has `guarded()`, the values that must be the same on all
+    ranks, and `restore()`, which takes such values.
     """
 
     def __init__(self, on_drift: str = "raise") -> None:
@@ -49,10 +39,10 @@ class Drift:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ("repair" if self._repairs else "raise",)
 
-    def mark(self, state: Guarded) -> Tensor | float:
-        """A checksum of `state`, in a step in which checksums travel; else 0.
+    def mark(self, state: Any) -> Tensor | float:
+        """A checksum of `state`, in every 64th step; else 0.
 
-        First looks at those that have arrived, which all ranks do at the same place: here.
+        First compares those that have arrived, which all ranks do at the same place: here.
         """
         if self.wait:
             self.wait -= 1
@@ -61,22 +51,19 @@ class Drift:
         if capturing():
             return 0.0
         self._check(state)
-        words = [
-            value.view(torch.int32) if value.is_floating_point() else value
-            for value in state.guarded()
-        ]
-        total = torch.zeros_like(words[0], dtype=torch.int64)
-        for place, value in enumerate(words):
-            total = total * 31 + value.to(torch.int64) + place
+        total: Any = 0
+        for place, value in enumerate(state.guarded()):
+            word = value.view(torch.int32) if value.is_floating_point() else value
+            total = total * 31 + word.to(torch.int64) + place
         # A prime, because two binades are 2**24 in the bits of a float32.
         return (total % 16777213).to(torch.float32)
 
     def take(self, marks: Marks) -> None:
-        """Has the `marks` of all ranks come to the host, by the time that others are sent."""
+        """Sends the `marks` of all ranks to the host, where they are read with the next ones."""
         if self.wait == EVERY - 1 and not capturing():
             self._sent = [(weakref.ref(group), Sent.away(each.clone())) for group, each in marks]
 
-    def _check(self, state: Guarded) -> None:
+    def _check(self, state: Any) -> None:
         """Raises, or repairs `state`, if the marks that have come differ: on all ranks alike."""
         due, self._sent = self._sent, []
         for ref, sent in due:
@@ -84,7 +71,7 @@ class Drift:
             if group is None:
                 continue
             marks = sent.read().tolist()
-            # One below 0 stands for ranks that differ among themselves.
+            # One below 0 means ranks that differ among themselves.
             sound = next((rank for rank, mark in enumerate(marks) if mark >= 0), 0)
             odd = [rank for rank, mark in enumerate(marks) if mark != marks[sound] or mark < 0]
             if not odd:

@@ -9,21 +9,16 @@ from gradscale.torch.scaler import GradScaler
 
 
 class ShardedGradScaler(GradScaler):
-    """`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, mended, by one import.
+    """`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, by one import.
 
         scaler = ShardedGradScaler(process_group=group)
 
     The ranks of the group hold shards in plain tensors, as FSDP1 leaves them.
 
     Args:
-        device: As torch's.
-        init_scale: As torch's.
         backoff_factor: As torch's, before the growth factor: that is torch's order here.
-        growth_factor: As torch's.
-        growth_interval: As torch's.
-        enabled: As torch's.
         process_group: Whose ranks decide together; without it all ranks.
-        settings: Those of `GradScaler` that are no torch's.
+        settings: Those of `GradScaler` that torch does not have.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
 """Which ranks decide together: process groups, from DTensors, from wrapped modules, or as given.
 
-Nothing is guessed: DTensors have meshes, DDP and FSDP modules that were given to `name()` have
-process groups, and all else must be passed. A scaler that only some ranks step must not hang.
+Nothing is guessed: a scaler that only some ranks step must not hang. DTensors have meshes, DDP and
+FSDP modules that were given to `name()` have process groups, and all else must be passed.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,16 +32,14 @@ if dist.is_available():
 
 AUTO = "auto"
 WORLD = "world"
-"""Stands for the group of all ranks, which there need not be yet."""
-ALONE = 1
-"""Ranks of a group in which there is nobody to agree with."""
+"""The group of all ranks, which may not exist yet."""
 
 
 class Shards(NamedTuple):
     """Ranks that hold different parameters, or different parts of them, in plain tensors.
 
-    Such as the stages of a pipeline, or experts. Without it, the plain gradients of a group are
-    taken for copies of one another, as in data parallelism, which count once in the norm.
+    Examples are the stages of a pipeline, or experts. Without it, the plain gradients of a group
+    are copies of one another, as in data parallelism, and count once in the norm.
 
         GradScaler(groups=[dp, Shards(tp, of=[model.up.weight, model.down.weight])])
     """
@@ -47,7 +47,7 @@ class Shards(NamedTuple):
     group: Any
     """A process group, or a DeviceMesh."""
     of: Iterable[Tensor] | None = None
-    """The parameters that are different ones; all others are copies. Without it all of them."""
+    """The parameters that differ from rank to rank; all others are copies. None: all differ."""
 
 
 class Group(NamedTuple):
@@ -57,11 +57,19 @@ class Group(NamedTuple):
     shards: bool = False
     """Whether some do."""
     of: Any = None
-    """Those that do, as the keys of a dictionary; None for all."""
+    """Those that do, as the keys of a dictionary; None: all."""
 
     def parts(self, param: Tensor) -> bool:
         """Whether every rank has another `param`."""
         return self.shards and (self.of is None or param in self.of)
+
+    def ranks(self) -> frozenset[int]:
+        """Its ranks among all."""
+        return frozenset(dist.get_process_group_ranks(self.process))
+
+    def weak(self) -> Group:
+        """The same with a weak reference to the process group."""
+        return self._replace(process=weakref.ref(self.process))
 
 
 class Groups:
@@ -86,25 +94,26 @@ class Groups:
         """Changes with the groups that are known."""
         self._known: list[Group] = []
         """Process groups weakly: one of gloo's that outlives its end can abort the process."""
-        # Those of all ranks may come later than this.
+        # The group of all ranks may be made later than this.
         self._later = groups if isinstance(groups, Shards) and groups.group == WORLD else None
         self._saved = groups if self._silent or self._later else AUTO
         if groups is not None and not self._auto and self._later is None:
-            self._take(list(_members(groups)))
+            self._use(groups)
 
-    def _take(self, given: list[Group]) -> None:
-        """Takes over the groups that were given."""
+    def _use(self, groups: Any) -> None:
+        """Stores the groups that were given."""
+        given = list(_members(groups))
         if len({id(group.process) for group in given}) < len(given):
             raise SettingError(
                 "groups names a process group twice. Name it once, as Shards(group, of=...) if "
                 "some parameters differ from rank to rank."
             )
-        self._known = [_loose(group) for group in given]
+        self._known = [group.weak() for group in given]
         self.sharded = any(group.shards for group in given)
         self.version += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Process groups stay in their process: elsewhere it finds out anew."""
+        """Without process groups, which another process finds anew."""
         return _restored, (self._saved, self.has_losses)
 
     def __copy__(self) -> Groups:
@@ -114,7 +123,7 @@ class Groups:
         return self
 
     def name(self, module: nn.Module) -> None:
-        """Takes over the process groups that the wrappers in `module` know."""
+        """Adds the process groups of the wrappers in `module`."""
         for each in module.modules() if self._auto and _several() else ():
             groups = list(_groups_of(each))
             if groups or hasattr(each, "set_requires_gradient_sync"):
@@ -123,12 +132,12 @@ class Groups:
             for group in groups:
                 known = next((k for k in self._known if k.process() is group.process), None)
                 if known is None:
-                    self._known.append(_loose(group))
+                    self._known.append(group.weak())
                 elif known.of is not None and group.of is not None:
                     known.of.update(group.of)
 
     def has_stages(self) -> bool:
-        """Whether it was said that ranks have different parameters, so perhaps no loss."""
+        """Whether ranks were declared to have different parameters, so perhaps no loss."""
         return self.sharded and not self.has_losses
 
     def among(self, params: Iterable[Tensor]) -> list[Group]:
@@ -140,7 +149,7 @@ class Groups:
             return []
         if self._later is not None:
             later, self._later = self._later, None
-            self._take(list(_members(later._replace(group=dist.group.WORLD))))
+            self._use(later._replace(group=dist.group.WORLD))
         found = [known._replace(process=known.process()) for known in self._known]
         if any(group.process is None for group in found):
             raise CallOrderError(
@@ -154,11 +163,11 @@ class Groups:
                 for process in () if mesh is None else mesh.get_all_groups():
                     if all(known.process is not process for known in found):
                         found.append(Group(process))
-        large = [group for group in found if _size(group.process) > ALONE]
+        large = [group for group in found if _size(group.process) > 1]
         return large if len(large) < 2 else _without_parts(large)
 
     def is_unknown(self) -> bool:
-        """Whether there are several ranks, and nobody has said that they are on their own."""
+        """Whether there are several ranks, and `groups` is not None."""
         return _several() and not self._silent
 
 
@@ -167,7 +176,7 @@ def counts_all(groups: Sequence[Group]) -> bool | None:
     if any(group.of is not None for group in groups):
         return None
     here = dist.get_rank()
-    return all(group.shards or min(_ranks(group.process)) == here for group in groups)
+    return all(group.shards or min(group.ranks()) == here for group in groups)
 
 
 def part_of_norm(params: list[Tensor], groups: Sequence[Group], norm: Any, scale: Scale) -> Any:
@@ -175,11 +184,30 @@ def part_of_norm(params: list[Tensor], groups: Sequence[Group], norm: Any, scale
 
     A gradient of which several ranks have copies is counted by the first of them.
     """
-    all_or_none = counts_all(groups) if all_plain(params) else None
-    if all_or_none is None:
-        mine = [param for param in params if _counts(param, groups)]
+    if not params:
+        return norm
+    ranks, here = [group.ranks() for group in groups], dist.get_rank()
+    holders = functools.cache(_holders)
+
+    def counts(param: Tensor) -> bool:
+        """Whether this rank is the first of all that have the gradient of `param`."""
+        mesh = _mesh_of(param.grad)
+        same, others = (_NONE, _NONE) if mesh is None else holders(mesh, param.grad.placements)  # type: ignore[union-attr]
+        if same and min(same) != here:
+            return False
+        # Ranks outside of a mesh have copies of all that is in it.
+        copies = [
+            min(members)
+            for group, members in zip(groups, ranks, strict=True)
+            if not others.issuperset(members) and not group.parts(param)
+        ]
+        return all(first == here or first in others for first in copies)
+
+    everything = counts_all(groups) if all_plain(params) else None
+    if everything is None:
+        mine = [param for param in params if counts(param)]
     else:
-        mine = params if all_or_none else []
+        mine = params if everything else []
     if len(mine) == len(params):
         return norm
     if not mine:
@@ -187,84 +215,47 @@ def part_of_norm(params: list[Tensor], groups: Sequence[Group], norm: Any, scale
     return measure(Gradients(mine), scale, max_norm=math.inf).stats.norm
 
 
-def _counts(param: Tensor, groups: Sequence[Group]) -> bool:
-    """Whether this rank counts the gradient of `param`: it is the first of all that have it."""
-    holders, others = _holders(param.grad)
-    if holders and min(holders) != dist.get_rank():
-        return False
-    for group in groups:
-        ranks = _ranks(group.process)
-        if others.issuperset(ranks) or group.parts(param):
-            continue
-        # Ranks outside of a mesh have copies of all that is in it.
-        first = min(ranks)
-        if first != dist.get_rank() and first not in others:
-            return False
-    return True
+_NONE: frozenset[int] = frozenset()
 
 
-def _holders(grad: Any) -> tuple[frozenset[int], frozenset[int]]:
+def _holders(mesh: Any, placements: Any) -> tuple[frozenset[int], frozenset[int]]:
     """The ranks that have the same part of a DTensor, and all ranks that have some of it."""
-    mesh = _mesh_of(grad)
-    if mesh is None:
-        return frozenset(), frozenset()
-    known = _meshes.setdefault(mesh, {})
-    if grad.placements not in known:
-        place: Any = mesh.get_coordinate()
-        kept = [
-            slice(None) if placement.is_replicate() else number
-            for placement, number in zip(grad.placements, place, strict=True)
-        ]
-        ranks = mesh.mesh
-        whole = frozenset(ranks.flatten().tolist())
-        known[grad.placements] = frozenset(ranks[tuple(kept)].flatten().tolist()), whole
-    found: tuple[frozenset[int], frozenset[int]] = known[grad.placements]
-    return found
-
-
-_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_rank_sets: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-
-
-def _ranks(process: Any) -> frozenset[int]:
-    """The ranks of a process group."""
-    if process not in _rank_sets:
-        _rank_sets[process] = frozenset(dist.get_process_group_ranks(process))
-    return _rank_sets[process]
+    kept = tuple(
+        slice(None) if placement.is_replicate() else number
+        for placement, number in zip(placements, mesh.get_coordinate(), strict=True)
+    )
+    ranks = mesh.mesh
+    return frozenset(ranks[kept].flatten().tolist()), frozenset(ranks.flatten().tolist())
 
 
 def _without_parts(groups: list[Group]) -> list[Group]:
     """`groups` without those of which another has all ranks: to agree with that is enough.
 
-    What is left must cross at one rank alone, as the dimensions of a mesh do.
+    Two of those that are left may share one rank, as the dimensions of a mesh do.
     """
-    left: list[Group] = []
-    for group in groups:
-        mine = _ranks(group.process)
-        others = [each for each in groups if each is not group]
-        inside = [each for each in others if mine < _ranks(each.process)]
-        if group.shards and not all(each.shards for each in inside):
+    ranks = [group.ranks() for group in groups]
+    left: dict[frozenset[int], Group] = {}
+    for group, mine in zip(groups, ranks, strict=True):
+        around = [each for each, theirs in zip(groups, ranks, strict=True) if mine < theirs]
+        if group.shards and not all(each.shards for each in around):
             raise SettingError(
                 f"The ranks {sorted(mine)} have shards, and a group that has all of them copies. "
                 "Pass the ranks that have copies of the same shards as that group."
             )
-        same = [each for each in left if _ranks(each.process) == mine]
-        if not inside and not same:
-            left.append(group)
-    for place, group in enumerate(left):
-        for other in left[:place]:
-            shared = _ranks(group.process) & _ranks(other.process)
-            if len(shared) > 1:
-                raise SettingError(
-                    f"Two groups of ranks that must agree share the ranks {sorted(shared)}, so "
-                    "norms would count twice. Pass GradScaler(groups=...) with one group that has "
-                    "all of them."
-                )
-    return left
+        if not around:
+            left.setdefault(mine, group)
+    for one, other in itertools.combinations(left, 2):
+        if len(one & other) > 1:
+            raise SettingError(
+                f"Two groups of ranks that must agree share the ranks {sorted(one & other)}, so "
+                "norms would count twice. Pass GradScaler(groups=...) with one group that has "
+                "all of them."
+            )
+    return list(left.values())
 
 
 def _restored(groups: Any, has_losses: bool) -> Groups:
-    """What was pickled: process groups stay in their process, and are found anew elsewhere."""
+    """What was pickled."""
     restored = Groups(groups)
     restored.has_losses = has_losses
     return restored
@@ -272,24 +263,17 @@ def _restored(groups: Any, has_losses: bool) -> Groups:
 
 def _size(process: Any) -> int:
     """How many ranks are in a process group, or in what has a `size()`."""
-    return (
-        dist.get_world_size(process) if isinstance(process, dist.ProcessGroup) else process.size()
-    )
+    real = isinstance(process, dist.ProcessGroup)
+    return dist.get_world_size(process) if real else process.size()
 
 
 def has_ranks() -> bool:
-    """Whether this process is a rank, perhaps the only one."""
+    """Whether torch.distributed is initialized, perhaps with one rank."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _several() -> bool:
-    """Whether there are several ranks."""
-    return has_ranks() and dist.get_world_size() > ALONE
-
-
-def _loose(group: Group) -> Group:
-    """`group` with its process group held weakly."""
-    return group._replace(process=weakref.ref(group.process))
+    return has_ranks() and dist.get_world_size() > 1
 
 
 def _members(groups: Any) -> Iterable[Group]:
@@ -298,7 +282,7 @@ def _members(groups: Any) -> Iterable[Group]:
         of = None if groups.of is None else _by_identity(groups.of)
         yield from (Group(group.process, True, of) for group in _members(groups.group))
     elif groups is dist.GroupMember.NON_GROUP_MEMBER:
-        return  # what new_group() gives a rank that is not in it
+        return  # what new_group() returns to a rank that is not in it
     elif isinstance(groups, dist.ProcessGroup):
         yield Group(groups)
     elif hasattr(groups, "get_all_groups"):
@@ -326,7 +310,7 @@ def _by_identity(params: Iterable[Tensor]) -> Any:
 
 
 def _groups_of(module: nn.Module) -> Iterable[Group]:
-    """The process groups that a wrapper knows, and whether its plain tensors are shards."""
+    """The process groups of a wrapper, and whether its plain tensors are shards."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         yield Group(module.process_group)
     strategy = getattr(module, "sharding_strategy", None)
@@ -335,7 +319,7 @@ def _groups_of(module: nn.Module) -> Iterable[Group]:
         flat = [] if handle is None or "NO_SHARD" in str(strategy) else [handle.flat_param]
         parts = [param for each in flat for param in (getattr(each, "_params", None) or [each])]
         yield Group(module.process_group, True, _by_identity(parts))
-        copies = getattr(module, "_inter_node_pg", None)  # of whom hybrid strategies have some
+        copies = getattr(module, "_inter_node_pg", None)  # in hybrid strategies
         if copies is not None and "HYBRID" in str(strategy):
             yield Group(copies)
 
@@ -354,5 +338,4 @@ def _fsdp2_reduces(module: Any) -> bool:
 
 
 def _mesh_of(tensor: Any) -> Any:
-    """The mesh of a DTensor; None of a plain tensor."""
     return getattr(tensor, "device_mesh", None)

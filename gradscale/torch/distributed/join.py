@@ -1,7 +1,7 @@
-"""Uneven data: a rank that has run out of it goes on deciding with the others.
+"""Uneven data: a rank that has run out of it keeps taking part in the decisions.
 
-Inside torch's `Join` such a rank shadows the collectives of those that go on: DDP's by DDP's own
-hook. The gather by which ranks agree on a step is none of DDP's, and the others would wait for it.
+Inside torch's `Join` such a rank shadows the collectives of the others. DDP's own hook does that
+for DDP's collectives; the gather of a scaler is another one, and the others would wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradscale.torch.step.contract import as_optimizers
 
 
 class JoinableStep(Joinable):
-    """Has a rank that ran out of data step with the others, in torch's `Join` beside the model.
+    """Makes a rank without data step with the others; for torch's `Join`, after the model.
 
         def step():
             return scaler.apply(optimizer, clip_norm=1.0)
@@ -30,22 +30,19 @@ class JoinableStep(Joinable):
                 scaler.backward(loss_fn(model(inputs), targets))
                 step()
 
-    It has no gradients, so it only hears what the others found, and moves the scale as they do.
-    When all are done, DDP gives every rank the parameters of the last one, and this the state of
-    its optimizers, **through the host's memory**: without it, moments would be of different age.
+    Such a rank has no gradients: it receives what the others found, and moves the scale as they do.
+    When all are done, DDP broadcasts the parameters of the last rank, and this the state of its
+    optimizers, **through the host's memory**: otherwise moments would be of different age.
 
     Args:
         step: What follows every backward pass whose gradients are reduced, so not those inside
             `no_sync()`: `apply()`, or `step()`, `update()` and `zero_grad()`.
         optimizers: Those that `step` steps, one or several; no `ZeroRedundancyOptimizer`.
-        model: The DDP model, which stands before this in the list.
+        model: The DDP model, which comes before this in the list.
     """
 
     def __init__(
-        self,
-        step: Callable[[], object],
-        optimizers: Optimizer | Iterable[Optimizer],
-        model: Joinable,
+        self, step: Callable[[], object], optimizers: Optimizer | Iterable[Optimizer], model: Any
     ) -> None:
         super().__init__()
         if not callable(step):
@@ -56,8 +53,7 @@ class JoinableStep(Joinable):
                 "DistributedDataParallel first."
             )
         self.optimizers = as_optimizers(optimizers, "JoinableStep")
-        self.step = step
-        self.model = model
+        self.step, self.model = step, model
 
     def join_hook(self, **_: Any) -> JoinHook:
         """What a rank does after it has run out of data."""
@@ -71,8 +67,8 @@ class JoinableStep(Joinable):
     @property
     def join_process_group(self) -> Any:
         """That of the model."""
-        # Join looks here when it begins. What is first in its list tells those that have run out
-        # that there is another step, before every forward pass, which nobody would do for us.
+        # Read when Join begins. The first in its list notifies, before every forward pass, the
+        # ranks that have run out that there is another step: DDP does so, and this does not.
         if self._join_config.enable and self._join_config.is_first_joinable:
             raise SettingError(
                 "JoinableStep must come after the DDP model, got it as the first. Write "
@@ -82,23 +78,23 @@ class JoinableStep(Joinable):
 
 
 class _Shadow(JoinHook):
-    """Steps without gradients while others have some; then takes over what they made of them."""
+    """Steps without gradients while others have some; then loads the state of the last rank."""
 
     def __init__(self, owner: JoinableStep) -> None:
         self.owner = owner
 
     def main_hook(self) -> None:
         """Steps as the others do, if they do after this pass."""
-        # DDP has asked them whether they reduce gradients, and keeps the answer here.
+        # DDP has asked them whether they reduce gradients, and stores the answer here.
         if not getattr(self.owner.model, "require_forward_param_sync", True):
             return
         for optimizer in self.owner.optimizers:
-            # Left from the last batch, or of one that nobody has reduced.
+            # Left from the last batch, or never reduced.
             optimizer.zero_grad(set_to_none=True)
         self.owner.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Gives the optimizers of every rank the state of the one whose parameters they got."""
+        """Loads the state of the rank whose parameters DDP broadcasts into all optimizers."""
         group, device = self.owner.join_process_group, self.owner.join_device
         # Of several that were last, the highest, as DDP has it.
         last = torch.tensor(dist.get_rank(group) if is_last_joiner else -1, device=device)

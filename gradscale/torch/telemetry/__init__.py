@@ -1,1 +1,1 @@
-"""What became of steps, on its way from the device to the host and to whoever asks."""
+"""Results of steps: on the device, on their way to the host, and as events there."""

@@ -22,9 +22,9 @@ class Culprit(NamedTuple):
     name: str
     rank: int
     infs: int | None
-    """How many elements are infinite; None: nobody counted."""
+    """How many elements are infinite; None: not counted."""
     nans: int | None
-    """How many elements are NaN; None: some, which nobody counted."""
+    """How many elements are NaN; None: some, not counted."""
 
 
 class Blame(NamedTuple):
@@ -55,13 +55,13 @@ def blame_now(
     own_losses: Iterable[Mapping[int, tuple[int, int]]],
     factor: float,
 ) -> Callable[[], Blame]:
-    """What finds the parameters to blame when it is called, from their gradients as they are now.
+    """A function that finds the parameters to blame from their gradients as they are now.
 
     Args:
         names: Names of parameters.
         optimizers: Those of the step.
         params: The parameters that have gradients.
-        inverse: What these are multiplied by, if that may make them infinite.
+        inverse: What the gradients are multiplied by, if that may make them infinite.
         own_losses: What was found in the gradients of losses with their own scales.
         factor: What the largest finite magnitude is multiplied by, to be that of scaled gradients.
     """
@@ -81,22 +81,15 @@ def blame_now(
 
 
 def blame_later(
-    names: Names,
-    optimizers: Sequence[Any],
-    params: list[Tensor],
-    measured: Sequence[Measurement],
+    names: Names, optimizers: Sequence[Any], params: list[Tensor], measured: Sequence[Measurement]
 ) -> Callable[[], Blame]:
-    """What finds the parameters to blame when it is called, from what was measured.
+    """A function that finds the parameters to blame from reads of the gradients of `params`.
 
-    Args:
-        names: Names of parameters.
-        optimizers: Those of the step.
-        params: The parameters that have gradients.
-        measured: The reads of their gradients; the first is of the gradients as they came.
+    The first of these is of the gradients as the backward pass left them.
     """
     refs = [weakref.ref(optimizer) for optimizer in optimizers]
     total = sum([len(group["params"]) for o in optimizers for group in o.param_groups])
-    # Ids rather than references: of most outcomes nobody asks whom to blame.
+    # Ids rather than references: for most outcomes this is never called.
     chosen = None if len(params) == total else set(map(id, params))
 
     def find() -> Blame:
@@ -118,21 +111,20 @@ def blame_later(
 def _from_measured(
     found: Measurement, names: Mapping[int, str], params: Iterable[Tensor]
 ) -> list[Culprit]:
-    """The parameters that the largest magnitudes, or the counts, of a read show."""
+    """The parameters whose gradients are not finite by the counts or largest magnitudes found."""
     owners: dict[Any, list[int]] = defaultdict(list)
     for param in params:
         owners[param.device, param.dtype.to_real()].append(id(param))
-    bad = []
+    culprits = []
     groups: Peaks = found.counts or found.peaks or {}
     for key, group in groups.items():
-        for place, (infs, nans) in enumerate(_bad_elements(group)):
-            if infs == 0 and nans == 0:
-                continue
-            whose = owners.get(key, [])
+        whose = owners[key]
+        for place, bad in enumerate(_bad_elements(group)):
             plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
             name = names[whose[place]] if len(whose) == len(group) else plain
-            bad.append(Culprit(name, _rank(), infs, nans))
-    return bad
+            if bad != (0, 0):
+                culprits.append(Culprit(name, _rank(), *bad))
+    return culprits
 
 
 def _bad_elements(group: Tensor) -> list[tuple[int | None, int | None]]:
@@ -146,6 +138,5 @@ def _bad_elements(group: Tensor) -> list[tuple[int | None, int | None]]:
 
 def _rank() -> int:
     """The rank of this process among all; 0 if it is alone."""
-    distributed = torch.distributed
-    alive = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_rank() if alive else 0
+    alive = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if alive else 0

@@ -1,12 +1,11 @@
-"""Schedulers, averages and counters that move only when the optimizer did.
+"""Schedulers, averages and counters that advance only when a step was applied.
 
-A follower waits for nobody: what became of a step is known on the host by the time the next step
-is about to move the parameters, so the follower is called just before that. Nothing of it is late
-for the training: the learning rate is in time for the next step, and an average sees the parameters
-as the step left them. Only who looks in between sees the old values.
+A follower is called just before the next step changes the parameters: by then the result of the
+last one is known on the host, without waiting for it. So the learning rate is in time for the next
+step, and an average sees the parameters as the step left them.
 
-Steps inside CUDA graphs are followed when the scaler hears of them: as often as they were applied,
-but after the last of them.
+Followers of steps inside CUDA graphs are called when the log of replays is read: as often as steps
+were applied, but after the last of them.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import inspect
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from gradscale.errors import SettingError, caller_level
-from gradscale.monitor import StepRecord
+from gradscale.monitor import Step, StepRecord
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.telemetry.transport import Record
 
@@ -32,24 +31,20 @@ class _Follower:
 
     __slots__ = ("_seen", "_thing", "_warned", "call", "optimizer", "wait")
 
-    def __init__(self, thing: Any, optimizer: Any, wait: bool) -> None:
-        step = getattr(thing, "step", None)
-        self.call: Callable[[], object] = step if callable(step) else thing
+    def __init__(self, thing: Any, call: Callable[[], object], optimizer: Any, wait: bool) -> None:
+        self._thing, self.call, self.wait, self._warned = thing, call, wait, False
         self.optimizer: weakref.ref[Optimizer] | None = None
         """Whose steps it follows; None: any."""
         if hasattr(optimizer, "param_groups"):
             self.optimizer = weakref.ref(innermost(optimizer))
-        self.wait = wait
-        self._thing = thing
-        self._warned = False
         self.note()
 
     def note(self) -> None:
-        """Remembers how often a scheduler has been stepped."""
+        """Stores how often a scheduler has been stepped."""
         self._seen = getattr(self._thing, "last_epoch", None)
 
     def run(self) -> None:
-        """Calls it, unless it is a scheduler that somebody has stepped by hand since."""
+        """Calls it, unless it is a scheduler that the user has stepped since."""
         moved = getattr(self._thing, "last_epoch", None) != self._seen
         if moved and not self._warned:
             self._warned = True
@@ -69,7 +64,7 @@ class Followers:
     def __init__(self) -> None:
         self.all: list[_Follower] = []
         self._late: tuple[Record, list[_Follower]] | None = None
-        """The last record, and who followed then."""
+        """The last record, and the followers at that time."""
         self._due: deque[_Follower] = deque()
 
     def add(self, thing: Any, optimizer: Optimizer | None, wait: bool) -> None:
@@ -91,7 +86,7 @@ class Followers:
                 f"optimizer must be one that the scaler steps, got {type(optimizer).__name__}."
             )
         whose = getattr(thing, "optimizer", None) if optimizer is None else optimizer
-        self.all.append(_Follower(thing, whose, wait))
+        self.all.append(_Follower(thing, call, whose, wait))
 
     def forget(self) -> None:
         """Drops what is still due: it is of another run."""
@@ -99,7 +94,7 @@ class Followers:
         self._due.clear()
 
     def take(self, record: Record) -> None:
-        """Calls those that wait for `record`, and keeps it for the others."""
+        """Calls those with `wait=True` for `record`, and keeps it for the others."""
         if not self.all and not self._due:
             return
         self.catch_up()
@@ -108,46 +103,42 @@ class Followers:
             follower.note()
         if late:
             self._late = record, late
-        waiting = [follower for follower in self.all if follower.wait]
-        if waiting:
-            self._call(record.read(), waiting)
+        if len(late) < len(self.all):
+            self._call(record.read().steps, [follower for follower in self.all if follower.wait])
 
     def replay(self, record: StepRecord) -> None:
-        """Calls all that follow the steps that were applied in a replay."""
-        self._call(record, self.all)
+        """Calls the followers of the steps that were applied in a replay."""
+        self._call(record.steps, self.all)
 
     def catch_up(self) -> None:
-        """Calls those that do not wait, for the last record; in a capture, the next time."""
+        """Calls those without `wait`, for the last record; in a capture, the next time."""
         if self._late is None and not self._due:
             return
         if capturing():
             return  # it would wait for the record, which ends a capture with an error
         late, self._late = self._late, None
-        if late is not None:
-            self._call(late[0].read(), late[1])
+        if late is None:
+            self._call((), [])
         else:
-            self._drain()
+            self._call(late[0].read().steps, late[1])
 
-    def _call(self, record: StepRecord, followers: list[_Follower]) -> None:
-        """Calls those of `followers` whose steps in `record` were applied."""
-        applied: set[int] = set()
-        for step in record.steps:
-            if step.applied:
-                applied |= step.key  # type: ignore[arg-type]
+    def _call(self, steps: Iterable[Step], followers: list[_Follower]) -> None:
+        """Calls those of `followers` whose steps were applied.
+
+        After one that raises, the others are called the next time.
+        """
+        keys: list[Any] = [step.key for step in steps if step.applied]
+        applied = set().union(*keys)
         for follower in followers:
             ref = follower.optimizer
             if bool(applied) if ref is None else id(ref()) in applied:
                 self._due.append(follower)
-        self._drain()
-
-    def _drain(self) -> None:
-        """Calls what is due; after one that raises, the others are called the next time."""
         while self._due:
             self._due.popleft().run()
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside all wrappers: a scheduler knows it, where the scaler sees a wrapper."""
+    """The optimizer inside all wrappers, which is the one that a scheduler refers to."""
     inner = getattr(optimizer, "optimizer", None)
     while inner is not None and inner is not optimizer and hasattr(inner, "param_groups"):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
@@ -155,11 +146,13 @@ def innermost(optimizer: Any) -> Any:
 
 
 def _wants_arguments(call: Callable[..., object]) -> bool:
-    """Whether `call` cannot be called without arguments, as far as it says so."""
+    """Whether `call` cannot be called without arguments, as far as its signature is known."""
     try:
-        given = inspect.signature(call).parameters.values()
+        signature = inspect.signature(call)
     except (TypeError, ValueError):
         return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = (*positional, inspect.Parameter.KEYWORD_ONLY)
-    return any(p.kind in needed and p.default is inspect.Parameter.empty for p in given)
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    return False

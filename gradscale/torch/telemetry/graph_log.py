@@ -1,13 +1,12 @@
-"""A log on the device: what CUDA graphs have to tell, because a replay runs no Python.
+"""A log on the device of what replays of CUDA graphs did, since a replay runs no Python.
 
 While a graph is captured, `log()` adds a few operations that write numbers into the next rows of a
-ring and count them. Every replay runs these again, with the numbers of that replay; `fetch()` reads
-on the host what was written since it was last called.
+ring buffer and count them. Every replay runs these again, with the numbers of that replay;
+`fetch()` reads on the host what was written since the last call.
 
-The ring is made with the scaler's state, so before any capture, and is never replaced: what is
-allocated inside a capture belongs to that graph, and what is set to 0 there is set to 0 again by
-every replay. Graphs write to it as they write to the scale itself, so it has to live as long as the
-graphs are replayed, and it does, because the scaler has to as well.
+The ring is allocated with the scaler's state, so before any capture, and is never replaced: memory
+that is allocated inside a capture belongs to that graph, and what is zeroed there is zeroed again
+by every replay. Like the scale, it must live as long as the graphs are replayed.
 """
 
 from __future__ import annotations
@@ -22,28 +21,20 @@ from torch.nn.functional import pad
 from gradscale.torch.telemetry.transport import Sent
 
 ROWS = 4096
-"""How many rows are kept for a host that does not look: 256 KB."""
+"""Rows of the ring buffer, which is 256 KB."""
 WIDTH = 16
-"""Numbers in a row; the first says whose entry begins here."""
+"""Numbers in a row; the first is the kind of the entry that begins here, or `_GOES_ON`."""
 _GOES_ON = -1
-"""The first number of a row that goes on with the entry of the row before."""
-
-
-class Entry(NamedTuple):
-    """What one replay wrote in one place."""
-
-    kind: Hashable
-    """As `log()` was told in the capture."""
-    numbers: list[int]
+"""The first number of a row that continues the entry of the row before."""
 
 
 class Fetched(NamedTuple):
-    """What was written since the last look."""
+    """What was written since the last call."""
 
-    entries: list[Entry]
-    """Oldest first."""
+    entries: list[tuple[Hashable, list[int]]]
+    """Kind and numbers, oldest first."""
     lost: int
-    """How many entries before these have been written over."""
+    """How many entries before these have been overwritten."""
 
 
 def new_log(device: torch.device) -> Tensor:
@@ -62,13 +53,13 @@ def append(log: Tensor, numbers: Tensor, kind: int) -> None:
     rows[:, 1:].copy_(filled.view(parts, WIDTH - 1))
     places = (num_rows + torch.arange(parts, device=log.device)) % len(ring)
     ring.index_copy_(0, places, rows)
-    # Last, so that whoever reads meanwhile finds every row that is counted.
+    # Last, so that a concurrent read finds every row that is counted.
     num_rows.add_(parts)
     num_entries.add_(1)
 
 
 class GraphLog:
-    """The log of one scaler, and how much of it the host has seen."""
+    """The log of one scaler, and how much of it was fetched."""
 
     def __init__(self) -> None:
         self._log: Tensor | None = None
@@ -79,7 +70,7 @@ class GraphLog:
         self._sent: Sent | None = None
 
     def prepare(self, device: torch.device) -> None:
-        """Makes the log, outside of any capture."""
+        """Allocates the log, outside of any capture."""
         if self._log is None or self._log.device != device:
             self._log = new_log(device)
             self._rows = self._entries = 0
@@ -89,17 +80,14 @@ class GraphLog:
         return bool(self._kinds)
 
     def log(self, numbers: Tensor, kind: Hashable) -> None:
-        """Makes the graph that is being captured add an entry in every replay.
-
-        `kind` comes back with the entry.
-        """
+        """Captures the operations that add an entry of this `kind` in every replay."""
         if self._log is None:
             raise RuntimeError("prepare() must be called before a capture.")
         known = self._kinds
         append(self._log, numbers, known.setdefault((kind, numbers.numel()), len(known)))
 
     def fetch(self, wait: bool = False) -> Fetched | None:
-        """What replays have written since the last call; None if it is still on its way.
+        """What replays have written since the last call; None if it has not arrived.
 
         With `wait` it **waits for the device**, for all that was queued before, on any stream.
         """
@@ -118,14 +106,14 @@ class GraphLog:
         return self._read(sent.read())
 
     def forget(self) -> None:
-        """Drops what has been written, in place: it is of another run. Graphs go on writing."""
+        """Drops what has been written, in place, since graphs go on writing to the same memory."""
         self._rows = self._entries = 0
         self._sent = None
         if self._log is not None:
             self._log[0].zero_()
 
     def _read(self, log: Tensor) -> Fetched:
-        """What is new in a copy of the log."""
+        """The new entries in a copy of the log."""
         num_rows, num_entries = log[0, :2].tolist()
         places = torch.arange(max(self._rows, num_rows - ROWS), num_rows, device="cpu") % ROWS
         found: list[tuple[int, list[int]]] = []
@@ -138,4 +126,4 @@ class GraphLog:
         self._rows, self._entries = num_rows, num_entries
         kinds = list(self._kinds)
         known = [(*kinds[number], numbers) for number, numbers in found]
-        return Fetched([Entry(kind, numbers[:size]) for kind, size, numbers in known], lost)
+        return Fetched([(kind, numbers[:size]) for kind, size, numbers in known], lost)

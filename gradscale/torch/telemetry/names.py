@@ -1,4 +1,4 @@
-"""The names of parameters, as models and optimizers give them."""
+"""Names of parameters, and the models inside wrappers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names:
         """The weights of masters that are in the groups of optimizers now, by the master's id."""
 
     def take(self, model: torch.nn.Module) -> None:
-        """Takes over the names that `model` has for its parameters."""
+        """Adds the names that `model` has for its parameters."""
         for name, param in model.named_parameters():
             self._given[id(param)] = (weakref.ref(param), name)
 

@@ -14,26 +14,15 @@ from torch import Tensor
 from gradscale.formats import Format
 from gradscale.monitor import verdict
 from gradscale.torch.grads.dispatch import capturing
+from gradscale.torch.grads.fields import DECISION, value_at
 from gradscale.torch.grads.scale import readable
 from gradscale.torch.telemetry.blame import Blame, Culprit
 from gradscale.torch.telemetry.transport import event_on
 
-PLACES = {
-    "grad_norm": (0, torch.float32),
-    "amax": (1, torch.float32),
-    "underflow": (2, torch.float32),
-    "skipped_in_a_row": (6, torch.int32),
-    "applied": (7, torch.bool),
-    "finite": (8, torch.bool),
-    "fits": (9, torch.bool),
-    "loss_finite": (10, torch.bool),
-}
-"""Where a kernel leaves what becomes of a step, and in what format."""
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class StepOutcome:
-    """What became of one step. Values stay on the device: reading one (`bool()`, `float()`) waits.
+    """The result of one step. Values stay on the device: reading one (`bool()`, `float()`) waits.
 
     They are the step's own and do not change when later steps are taken. A value that this way of
     stepping does not measure is None: `apply()` measures all but `underflow`, which must be
@@ -46,7 +35,7 @@ class StepOutcome:
     """bool: every scaled gradient element was finite; if not, the scale was too high."""
     fits: Tensor
     """bool: every unscaled element was finite where it is stored; if not, the scale was too low, or
-    the gradients were spoilt after `unscale_()`."""
+    the gradients were changed after `unscale_()`."""
     loss_finite: Tensor
     """bool: every loss of the iteration was finite; True where several ranks run and the groups
     that decide together are not known."""
@@ -69,7 +58,7 @@ class StepOutcome:
     """float32: the lowest rank with gradients that were not finite, infinity if there is none; None
     where ranks do not decide together."""
     earlier: tuple[StepOutcome, ...] = ()
-    """What became of the same step at higher scales, where it was tried again."""
+    """The outcomes of the same step at higher scales, where it was retried."""
 
     _format: Format | None = None
     _floor: float = 0.0
@@ -86,23 +75,23 @@ class StepOutcome:
 
     def __getattr__(self, name: str) -> Any:
         """A value that was not asked for yet; called once for each."""
-        if name not in PLACES:
+        if name not in _LAZY:
             raise AttributeError(f"{type(self).__name__} has no {name}.")
         values = self._values
         if isinstance(values, Tensor):
             value: Any = value_at(values, name)
         else:
             value = values[name]
-            if value is not None and not isinstance(value, Tensor):
-                value = torch.tensor(value, dtype=PLACES[name][1], device="cpu")
-            elif value is not None and value.dtype is not PLACES[name][1]:
-                value = value.to(PLACES[name][1])
+            if isinstance(value, Tensor):
+                value = value.to(_LAZY[name])
+            elif value is not None:
+                value = torch.tensor(value, dtype=_LAZY[name], device="cpu")
         object.__setattr__(self, name, value)
         return value
 
-    def with_(self, **known: Any) -> StepOutcome:
-        """Itself, with these values put in."""
-        for name, value in known.items():
+    def with_(self, **values: Any) -> StepOutcome:
+        """Sets these values; returns the outcome itself."""
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         return self
 
@@ -123,20 +112,21 @@ class StepOutcome:
             return self._original().ready()
         if readable(self.applied):
             return True
-        if self._done is None:
+        if self._done is None and not capturing():
             # Reading waits for all that was queued before, so what is queued by now counts.
-            object.__setattr__(self, "_done", mark_in_stream(self.applied))
+            done = event_on(self.applied.device)
+            if done is not None:
+                done.record()
+            object.__setattr__(self, "_done", done)
         return self._done is not None and self._done.query()
 
     def verdict(self) -> str:
-        """What became of the step, in a few words; **waits for the device**.
+        """The result of the step in a few words; **waits for the device**.
 
         The first that is true of: "applied", "no gradients", "loss not finite", "stuck at the
         floor", "NaN at any scale", "scale too low", "scale too high".
 
-        An overflow can leave nothing but NaN behind (infinity minus infinity), so NaN is blamed on
-        something else only if no gradient is infinite and the finite ones are far from it, or if
-        lower and lower scales have not helped.
+        See `gradscale.monitor.verdict` for how NaN is distinguished from an overflow.
         """
         if self._original is not None:
             return self._original().verdict()
@@ -162,9 +152,9 @@ class StepOutcome:
         return self._original().culprits() if self._original is not None else self._blame().culprits
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its values on the CPU, with the blame settled; **waits for the device**."""
+        """Its values and culprits on the CPU; **waits for the device**."""
         if self._original is not None:
-            return _itself, (self._original(),)
+            return self._original().__reduce__()
         state = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         state |= {name: v.cpu() for name, v in state.items() if isinstance(v, Tensor)}
         state["_own"] = tuple((bool(finite), scale.cpu()) for finite, scale in self._own)
@@ -178,34 +168,17 @@ class StepOutcome:
         return f"StepOutcome({self.verdict()!r}, scale={scale:g}, skipped_in_a_row={row})"
 
 
+_LAZY = {
+    field.name: field.dtype for field in DECISION if field.name in StepOutcome.__dataclass_fields__
+}
+"""The values that a kernel writes, or that become tensors when they are asked for."""
 UNSET = {
     one.name: one.default
     for one in dataclasses.fields(StepOutcome)
-    if one.name not in PLACES and one.default is not dataclasses.MISSING
+    if one.name not in _LAZY and one.default is not dataclasses.MISSING
 }
-
-
-def _itself(outcome: StepOutcome) -> StepOutcome:
-    """`outcome`."""
-    return outcome
 
 
 def _restored(state: dict[str, Any]) -> StepOutcome:
     """An outcome that was pickled."""
     return StepOutcome(**state)
-
-
-def value_at(values: Tensor, name: str) -> Tensor:
-    """What a kernel has left under this `name`, as a tensor that shares its memory."""
-    place, dtype = PLACES[name]
-    return values[place] if dtype is torch.float32 else values[place : place + 1].view(dtype)[0]
-
-
-def mark_in_stream(value: Any) -> torch.Event | None:
-    """An event that is done when the tensor `value` is; None where there can be none."""
-    if not isinstance(value, Tensor) or value.is_cpu or capturing():
-        return None
-    event = event_on(value.device)
-    if event is not None:
-        event.record()
-    return event

@@ -62,7 +62,7 @@ def test_module_that_comes_twice_is_one_block() -> None:
     [
         (nn.Linear(1, 1), None, "Linear has no nn.Sequential or nn.ModuleList"),
         (plain(), [], "at least one module"),
-        (plain(), ["0"], "must be modules, or sequences of modules, got '0'"),
+        (plain(), ["0"], "must be modules of the model, or sequences of them, got '0'"),
         (plain(), [nn.Linear(1, 1)], "got a Linear that is not"),
         (nn.Sequential(nn.Tanh()), None, "has no nn.Sequential"),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cpu_graph import CpuGraph
-from gradscale.torch.telemetry.graph_log import WIDTH, Entry, Fetched, GraphLog, append, new_log
+from gradscale.torch.telemetry.graph_log import WIDTH, Fetched, GraphLog, append, new_log
 
 CPU = torch.device("cpu")
 ONE_ROW = WIDTH - 1
@@ -82,7 +82,7 @@ def test_a_full_log_keeps_the_newest_and_counts_the_others(rows: int) -> None:
         graph.replay()
     entries_, lost = log.fetch(wait=True) or Fetched([], 0)
     assert lost == 3
-    assert [entry.numbers[0] for entry in entries_] == list(range(3, rows + 3))
+    assert [numbers[0] for _, numbers in entries_] == list(range(3, rows + 3))
     number += 1
     graph.replay()
     assert entries(log.fetch(wait=True)) == [("a", [rows + 3])]
@@ -94,7 +94,7 @@ def test_an_entry_that_lost_its_beginning_is_lost(rows: int) -> None:
     for _ in range(rows - 1):  # over two of its three rows
         log.log(torch.ones(1, dtype=torch.int32), "narrow")
     fetched = log.fetch(wait=True)
-    assert fetched == Fetched([Entry("narrow", [1])] * (rows - 1), 1)
+    assert fetched == Fetched([("narrow", [1])] * (rows - 1), 1)
 
 
 def test_forgetting_happens_in_place_and_graphs_go_on() -> None:

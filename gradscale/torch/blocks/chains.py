@@ -6,7 +6,6 @@ follow each other, with nothing in between, keep the gradient scaled from the fi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -36,33 +35,20 @@ def find(model: nn.Module, blocks: Iterable[nn.Module | Sequence[nn.Module]] | N
                 f"{type(model).__name__} has no nn.Sequential or nn.ModuleList of two or more "
                 "modules with weights. Name its blocks: BlockScales(model, blocks=[...])."
             )
-        _check_apart(found, names)
-        return found
-    found = []
-    for given in blocks:
-        modules = (given,) if isinstance(given, nn.Module) else tuple(given)
-        for module in modules:
-            if not isinstance(module, nn.Module):
-                raise SettingError(
-                    f"blocks must be modules, or sequences of modules, got {module!r}."
-                )
+    else:
+        several = [(each,) if isinstance(each, nn.Module) else tuple(each) for each in blocks]
+        for module in (module for modules in several for module in modules):
             if module not in names:
+                kind = f"a {type(module).__name__} that is not"
+                got = kind if isinstance(module, nn.Module) else repr(module)
                 raise SettingError(
-                    f"blocks must be modules of the model, got a {type(module).__name__} that is "
-                    "not."
+                    f"blocks must be modules of the model, or sequences of them, got {got}."
                 )
-        if modules:
-            found.append(Block(names[modules[0]], modules))
-    _check_apart(found, names)
-    return found
-
-
-def _check_apart(blocks: list[Block], names: dict[nn.Module, str]) -> None:
-    """Raises if a module is in two blocks, or twice in one."""
-    if not blocks:
-        raise SettingError("blocks must name at least one module, got none.")
+        found = [Block(names[modules[0]], modules) for modules in several if modules]
+        if not found:
+            raise SettingError("blocks must name at least one module, got none.")
     taken: dict[nn.Module, str] = {}
-    for block in blocks:
+    for block in found:
         for member in block.modules:
             for module in member.modules():
                 if module in taken:
@@ -71,17 +57,17 @@ def _check_apart(blocks: list[Block], names: dict[nn.Module, str]) -> None:
                         f"{taken[module]!r} and {block.name!r}. Leave one of them out."
                     )
             taken.update(dict.fromkeys(member.modules(), block.name))
+    return found
 
 
 def _search(model: nn.Module, prefix: str) -> Iterator[Block]:
     """The blocks of the outermost chains below `model`."""
     in_order = _is_sequence(model)
+    chain: list[tuple[str, nn.Module]] = []
     if in_order:
         chain = list(_chain(model, prefix))
     elif isinstance(model, nn.ModuleList):
         chain = [(prefix + name, child) for name, child in model.named_children()]
-    else:
-        chain = []
     if sum(_has_weights(module) for _, module in chain) > 1:
         yield from _group(chain, in_order)
         return
@@ -92,11 +78,9 @@ def _search(model: nn.Module, prefix: str) -> Iterator[Block]:
 def _chain(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that `model` calls one after the other, sequences in it taken apart."""
     for name, child in model._modules.items():
-        if child is None:
-            continue
-        if _is_sequence(child):
+        if child is not None and _is_sequence(child):
             yield from _chain(child, prefix + name + ".")
-        else:
+        elif child is not None:
             yield prefix + name, child
 
 
@@ -107,20 +91,19 @@ def _is_sequence(module: nn.Module) -> bool:
 
 def _group(chain: list[tuple[str, nn.Module]], called_in_order: bool) -> Iterator[Block]:
     """A block for every module with weights, together with those without that follow it."""
-    unique = dict.fromkeys(module for _, module in chain)
-    if not called_in_order or max(Counter(module for _, module in chain).values()) > 1:
-        names = {module: name for name, module in reversed(chain)}
-        yield from (Block(names[module], (module,)) for module in unique if _has_weights(module))
-        return
-    members: list[nn.Module] = []
-    first = ""
+    names: dict[nn.Module, str] = {}
     for name, module in chain:
+        names.setdefault(module, name)
+    if not called_in_order or len(names) < len(chain):
+        yield from (Block(name, (each,)) for each, name in names.items() if _has_weights(each))
+        return
+    members: tuple[nn.Module, ...] = ()
+    for module in names:
         if _has_weights(module) and any(map(_has_weights, members)):
-            yield Block(first, tuple(members))
-            members = []
-        first = first if members else name
-        members.append(module)
-    yield Block(first, tuple(members))
+            yield Block(names[members[0]], members)
+            members = ()
+        members += (module,)
+    yield Block(names[members[0]], members)
 
 
 def _has_weights(module: nn.Module) -> bool:
