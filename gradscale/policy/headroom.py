@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from gradscale.errors import SettingError
@@ -125,6 +127,13 @@ class Headroom:
 
     def update(self, state: HeadroomState, stats: GradStats, xp: Any = scalars) -> HeadroomState:
         """The state after a step with these `stats`, which must have `amax` and `exponent`."""
+        if xp is scalars and stats.finite and stats.loss_finite and stats.fits:
+            shown = stats.exponent is not None and stats.amax is not None and stats.amax > 0
+            if shown and state.seen > 0 >= state.bad_steps:
+                # Almost every step of a scaler on the CPU. What follows takes 30 times as long.
+                mantissa, power = math.frexp(state.scale)
+                if mantissa == 0.5:
+                    return self._after_finite(state, stats.exponent, power - 1)
         demand(stats, "amax", "Headroom")
         demand(stats, "exponent", "Headroom")
         always = state.scale > 0
@@ -144,7 +153,7 @@ class Headroom:
         # Clamped, so that the sums below cannot overflow; gradients stay far within.
         exponent = zero + stats.exponent
         exponent = xp.maximum(xp.minimum(exponent, whole(256)), whole(-256)) - log2_scale
-        room = whole(format_named(self.format).ceiling - self.margin)
+        room = whole(self._room)
         parts = whole(self.memory)
 
         # Level, peak and crest after this step.
@@ -228,6 +237,47 @@ class Headroom:
         )
         takes = always & stats.loss_finite & xp.where(finite, fits, always)
         return where_all(takes, after, state, xp)
+
+    @cached_property
+    def _room(self) -> int:
+        """The exponent that the largest scaled gradient should have."""
+        return format_named(self.format).ceiling - self.margin
+
+    def _after_finite(self, state: HeadroomState, exponent: int, log2_scale: int) -> HeadroomState:
+        """The same rule in plain numbers, for a finite step that follows another.
+
+        `exponent` is that of the scaled gradients, and the scale is 2 to the power of `log2_scale`.
+        """
+        parts, rest, spread = self.memory, state.rest, state.spread
+        exponent = max(min(exponent, 256), -256) - log2_scale
+        level = sorted((exponent, state.last, state.before))[1]
+        top = (level + REACH) * parts
+        peak = max(min(state.peak - 1, top), min(exponent * parts, top))
+        crest = max(min(state.crest - 1, top), level * parts)
+        calm = min(state.calm, _LAST) + 1
+        if min(calm, 2**24) * spread >= state.patience:
+            spread -= 1
+        wanted = self._room - max(spread - -crest // parts, -(-peak // parts))
+        scale = state.scale
+        rises = wanted > log2_scale and rest >= LONG * self.pause
+        rises = rises or (wanted >= log2_scale + 2 and rest >= self.pause)
+        if rises or wanted < log2_scale:
+            scale = math.ldexp(1.0, min(max(wanted, -126), 127))
+        scale = float(min(max(scale, self.min_scale), self.max_scale))
+        return HeadroomState(
+            scale=scale,
+            last=exponent,
+            before=state.last,
+            peak=peak,
+            crest=crest,
+            spread=spread,
+            kept=spread,
+            seen=1,
+            bad_steps=0,
+            calm=calm if spread == state.spread else 0,
+            patience=state.patience,
+            rest=0 if scale > state.scale else min(rest, _LAST) + 1,
+        )
 
 
 def for_short_runs() -> Headroom:

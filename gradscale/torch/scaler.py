@@ -170,10 +170,9 @@ class GradScaler(torch.amp.GradScaler):
             kwargs: For `torch.autograd.backward`.
         """
         plain = type(loss_id) is int and loss_id == 0 and not droppable and spare is None
-        if plain and isinstance(loss, Tensor):
-            if not self._state.losses:
-                torch.autograd.backward(self.scale(loss), **kwargs)
-                return
+        if plain and isinstance(loss, Tensor) and not self._state.losses:
+            torch.autograd.backward(self.scale(loss), **kwargs)
+            return
         backward(self, self._pipeline, loss, loss_id, droppable, spare, kwargs)
 
     @_graph_break
@@ -248,7 +247,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if torch.compiler.is_compiling():
             return ops.apply(self, optimizers, clip_norm, clip_value, closure, zero_grad)
-        several = as_optimizers(optimizers, "apply()")
+        alone = isinstance(optimizers, Optimizer)
+        several: Any = [optimizers] if alone else as_optimizers(optimizers, "apply()")
         if len(set(map(id, several))) < len(several):
             raise SettingError("apply() steps every optimizer once, got one of them twice.")
         apply.check_limits(clip_norm, clip_value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,26 @@ def test_what_a_rule_goes_by_is_demanded(rule: Any, name: str) -> None:
 
 
 # Headroom.
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory": 3, "forget": 5, "pause": 2}])
+def test_plain_numbers_walk_as_arrays_do(settings: dict[str, int]) -> None:
+    # Finite steps in plain numbers take a way of their own.
+    rng = random.Random(len(settings))
+    policy = Headroom(max_scale=2.0**40, **settings)
+    plain, arrays, binade = policy.init(), policy.init(np), 0
+    for _ in range(2000):
+        binade += rng.choice([-1, 0, 0, 0, 0, 1])
+        amax = rng.choice([0.0, *[math.ldexp(1.5, binade + rng.randint(-3, 3))] * 40])
+        told = GradStats(
+            finite=rng.random() > 0.01,
+            amax=amax * plain.scale,
+            loss_finite=rng.random() > 0.01,
+            fits=rng.random() > 0.01,
+            exponent=math.frexp(amax * plain.scale)[1],
+        )
+        plain, arrays = policy.update(plain, told), policy.update(arrays, told, np)
+        assert plain == arrays
 
 
 def together(amax: np.ndarray, **more: Any) -> History:

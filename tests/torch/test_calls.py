@@ -8,6 +8,7 @@ import pytest
 BOUNDS = {
     "drop-in": calls.Count(calls=110, files=10, jumps=50),
     "apply": calls.Count(calls=100, files=14, jumps=60),
+    "ddp": calls.Count(calls=160, files=16, jumps=70),
 }
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from gradscale.checkpoints import peers
 from gradscale.compat.apex import models as casts
-from gradscale.compat.apex.amp_optimizer import AmpOptimizer, finish
+from gradscale.compat.apex.amp_optimizer import AmpOptimizer, scaled_pass
 from gradscale.compat.apex.functions import (
     REGISTRY,
     float_function,
@@ -96,18 +96,20 @@ def initialize(
     if not enabled:
         SESSION.begin(None, [])
         return models if optimizers is None else (models, optimizers)
-    given = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-        "cast_model_outputs": cast_model_outputs,
-    }
-    options = settle(opt_level, given)
+    options = settle(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+    )
     scale: Any = options.loss_scale
     bounds: dict[str, Any] = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
-    scalers = [LossScaler(scale, **bounds) for _ in range(_count(num_losses))]
+    if _whole(num_losses) < 1:
+        raise SettingError(f"num_losses must be a whole number > 0, got {num_losses!r}.")
+    scalers = [LossScaler(scale, **bounds) for _ in range(_whole(num_losses))]
     several_models = models if isinstance(models, list) else [models]
     several = _several("optimizers", optimizers)
     casts.check(several_models)
@@ -122,14 +124,12 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _count(num_losses: Any) -> int:
+def _whole(value: Any) -> int:
+    """`value` as an int; -1 if it is no whole number."""
     try:
-        number = operator.index(num_losses)
+        return operator.index(value)
     except TypeError:
-        number = 0
-    if number < 1:
-        raise SettingError(f"num_losses must be a whole number > 0, got {num_losses!r}.")
-    return number
+        return -1
 
 
 def _several(name: str, optimizers: Any) -> list[Optimizer]:
@@ -215,33 +215,19 @@ def scale_loss(
         return
     several = _amp_optimizers(optimizers)
     scaler = _scaler(loss_id)
-    scale = scaler.loss_scale()
-    if all(one.idle for one in several) and not scaler.dynamic and scale == 1:
+    if all(one.idle for one in several) and not scaler.dynamic and scaler.loss_scale() == 1:
         yield loss.float()
         return
-    for one in several:
-        one.prepare(scaler, scale)
-    try:
-        yield scaler.multiply(loss)
-    except BaseException:
-        for one in several:
-            one.give_up()
-        raise
-    if delay_unscale:
-        several = [one for one in several if not one.conclude(scaler, scale)]
-    if several:
-        result = finish(several, scaler, scale)
-        if not delay_overflow_check:
-            result.good()
+    with scaled_pass(several, scaler, loss, delay_unscale) as scaled:
+        yield scaled
+    for one in several if not delay_overflow_check else ():
+        if one.pending is None:
+            one.results[-1].good()
 
 
 def _scaler(loss_id: Any) -> LossScaler:
     """The scaler of a loss."""
-    scalers = SESSION.loss_scalers
-    try:
-        number = operator.index(loss_id)
-    except TypeError:
-        number = -1
+    scalers, number = SESSION.loss_scalers, _whole(loss_id)
     if not 0 <= number < len(scalers):
         raise SettingError(
             f"loss_id must be from 0 to num_losses - 1 = {len(scalers) - 1}, got {loss_id!r}. Give "

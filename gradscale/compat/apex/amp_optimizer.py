@@ -11,7 +11,8 @@ no hook for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ class AmpOptimizer:
         for hook in self._hooks:
             hook.remove()
         if self.masters is not None:
-            self.masters.detach()
+            self.masters.store.detach()
         vars(self.optimizer).pop("_amp_stash", None)
 
     def params(self) -> Iterable[Tensor]:
@@ -239,6 +240,28 @@ class AmpOptimizer:
                 del group[name]
             group.update(settings)
         self._settings.clear()
+
+
+@contextmanager
+def scaled_pass(
+    optimizers: Sequence[AmpOptimizer], scaler: LossScaler, loss: Tensor, delay: bool
+) -> Iterator[Tensor]:
+    """Gives the scaled `loss`; afterwards the gradients of its backward pass are unscaled.
+
+    With `delay` they stay scaled, unless earlier ones are not.
+    """
+    scale = scaler.loss_scale()
+    for one in optimizers:
+        one.prepare(scaler, scale)
+    try:
+        yield scaler.multiply(loss)
+    except BaseException:
+        for one in optimizers:
+            one.give_up()
+        raise
+    due = [one for one in optimizers if not (delay and one.conclude(scaler, scale))]
+    if due:
+        finish(due, scaler, scale)
 
 
 def finish(optimizers: Sequence[AmpOptimizer], scaler: LossScaler, scale: float) -> PassResult:

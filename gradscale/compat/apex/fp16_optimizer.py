@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from gradscale.compat.apex.amp_optimizer import AmpOptimizer, finish
+from gradscale.compat.apex.amp_optimizer import AmpOptimizer, finish, scaled_pass
 from gradscale.compat.apex.loss_scaler import LossScaler
 from gradscale.compat.apex.options import HALVES
 from gradscale.errors import CallOrderError, SettingError, StateError
@@ -90,29 +90,22 @@ class FP16_Optimizer:
         With `update_master_grads=False` gradients stay scaled, for other passes to add to; call
         `update_master_grads()` then.
         """
-        scaler = self.loss_scaler
-        scale = scaler.loss_scale()
-        self._amp.prepare(scaler, scale)
-        try:
-            torch.autograd.backward(scaler.multiply(loss), retain_graph=retain_graph)
-        except BaseException:
-            self._amp.give_up()
-            raise
-        if not self._amp.conclude(scaler, scale) or update_master_grads:
-            self._finish(scaler, scale)
+        with scaled_pass([self._amp], self.loss_scaler, loss, not update_master_grads) as scaled:
+            torch.autograd.backward(scaled, retain_graph=retain_graph)
+        if self._amp.pending is None:
+            self._note_overflow()
 
     def update_master_grads(self) -> None:
         """Moves gradients to the masters, unscales them, and looks whether they are finite.
 
         **Waits for the device.**
         """
-        pending = self._amp.pending
-        if pending is not None:
-            self._finish(*pending)
+        if self._amp.pending is not None:
+            finish([self._amp], *self._amp.pending)
+            self._note_overflow()
 
-    def _finish(self, scaler: LossScaler, scale: float) -> None:
-        finish([self._amp], scaler, scale)
-        good = [result.good() for result in self._amp.results]
+    def _note_overflow(self) -> None:
+        good = [result.good() for result in self._amp.results]  # all: each moves the scale
         self.overflow = not all(good)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
+from gradscale.compat.apex import loss_scaler
 from gradscale.compat.apex.fp16_optimizer import FP16_Optimizer
 from gradscale.compat.apex.functions import CAST, cast_all
 from gradscale.errors import SettingError
-from gradscale.policy import Dynamic, GradStats
+from gradscale.policy import MAX_SCALE
 from gradscale.torch.grads.reference import count_bad
+from gradscale.torch.optim.master_bits import flatten, unflatten
 
 __all__ = [
     "BN_convert_float",
@@ -111,17 +113,7 @@ def prep_param_lists(
             "flat_master needs parameters of one format, got "
             f"{sorted({str(param.dtype) for param in weights})}. Leave it out."
         )
-    return weights, [nn.Parameter(_flat([param.detach() for param in weights]).float())]
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _parts(flat: Tensor, likes: list[Any]) -> list[Tensor]:
-    """The parts of `flat` that belong to each of `likes`, in their shapes."""
-    pieces = flat.split([like.numel() for like in likes])
-    return [piece.view_as(like) for piece, like in zip(pieces, likes, strict=True)]
+    return weights, [nn.Parameter(flatten([param.detach() for param in weights]).float())]
 
 
 @torch.no_grad()
@@ -131,7 +123,7 @@ def model_grads_to_master_grads(
     """Copies the gradients of weights to their masters, as float32."""
     if flat_master:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
-        master_params[0].grad = _flat(grads).float()
+        master_params[0].grad = flatten(grads).float()
         return
     for param, master in zip(model_params, master_params, strict=True):
         master.grad = None if param.grad is None else param.grad.to(master.dtype, copy=True)
@@ -142,7 +134,7 @@ def master_params_to_model_params(
     model_params: list[Any], master_params: list[Any], flat_master: bool = False
 ) -> None:
     """Writes weights from their masters."""
-    wholes = _parts(master_params[0], model_params) if flat_master else master_params
+    wholes = unflatten(master_params[0], model_params) if flat_master else master_params
     for param, whole in zip(model_params, wholes, strict=True):
         param.copy_(whole)
 
@@ -198,16 +190,11 @@ class DynamicLossScaler(LossScaler):
     def __init__(
         self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
     ) -> None:
-        self._policy = Dynamic(
-            init_scale=init_scale,
-            growth_factor=scale_factor,
-            backoff_factor=1 / scale_factor,
-            growth_interval=scale_window,
-            min_scale=min(1.0, init_scale),
-            exact=False,
+        bounds = min(1.0, init_scale), max(MAX_SCALE, init_scale)
+        self._scaler = loss_scaler.LossScaler(
+            "dynamic", init_scale, scale_factor, scale_window, *bounds
         )
-        self._state = self._policy.init()
-        super().__init__(self._state.scale)
+        super().__init__(self._scaler.loss_scale())
 
     def has_overflow(self, params: Iterable[Any]) -> bool:
         """Whether a gradient of `params` is not finite.
@@ -218,6 +205,7 @@ class DynamicLossScaler(LossScaler):
 
     def update_scale(self, overflow: bool) -> None:
         """Moves the scale after a pass with an `overflow`, or without."""
-        state = self._state._replace(scale=self.cur_scale)
-        self._state = self._policy.update(state, GradStats(finite=not overflow))
-        self.cur_scale = self._state.scale
+        scaler = self._scaler
+        scaler.state = scaler.state._replace(scale=self.cur_scale)
+        scaler.update(finite=not overflow)
+        self.cur_scale = scaler.loss_scale()

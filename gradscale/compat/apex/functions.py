@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,39 +28,33 @@ Wrapper = Callable[[Function], Function]
 
 def half_function(fn: Function) -> Function:
     """`fn`, called with float16 arguments."""
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not SESSION.casting:
-            return fn(*args, **kwargs)
-        return fn(*cast_all(args, torch.float16), **cast_all(kwargs, torch.float16))
-
-    return wrapper
+    return _casting(fn, lambda _: torch.float16)
 
 
 def float_function(fn: Function) -> Function:
     """`fn`, called with float32 arguments and without autocast."""
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not SESSION.casting:
-            return fn(*args, **kwargs)
-        with no_autocast():
-            return fn(*cast_all(args, torch.float32), **cast_all(kwargs, torch.float32))
-
-    return wrapper
+    return _casting(fn, lambda _: torch.float32, no_autocast)
 
 
 def promote_function(fn: Function) -> Function:
     """`fn`, called with arguments in the widest of their formats."""
+    return _casting(fn, _widest)
+
+
+def _casting(
+    fn: Function,
+    choose: Callable[[Any], torch.dtype | None],
+    context: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Function:
+    """`fn`, called inside `context` with arguments cast to what `choose` returns; None: as is."""
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        dtypes = _formats((args, kwargs)) if SESSION.casting else set()
-        if len(dtypes) < 2:
+        dtype = choose((args, kwargs)) if SESSION.casting else None
+        if dtype is None:
             return fn(*args, **kwargs)
-        widest = functools.reduce(torch.promote_types, dtypes)
-        return fn(*cast_all(args, widest), **cast_all(kwargs, widest))
+        with context():
+            return fn(*cast_all(args, dtype), **cast_all(kwargs, dtype))
 
     return wrapper
 
@@ -86,8 +81,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype)
 
 
-def _formats(value: Any) -> set[torch.dtype]:
-    """The formats of the tensors in `value` that would be cast."""
+def _widest(value: Any) -> torch.dtype | None:
+    """The widest format of the tensors in `value` that would be cast; None if all have one."""
     found: set[torch.dtype] = set()
 
     def note(tensor: Tensor) -> Tensor:
@@ -95,7 +90,8 @@ def _formats(value: Any) -> set[torch.dtype]:
         return tensor
 
     mapped(value, note, deep=True)
-    return found.intersection(CAST)
+    formats = found.intersection(CAST)
+    return functools.reduce(torch.promote_types, formats) if len(formats) > 1 else None
 
 
 class Registry:

@@ -12,6 +12,7 @@ it, DDP and direct calls of `forward` meet it, and copies and pickles of the mod
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,16 +40,8 @@ def _autocast_unless_disabled(forward: CastForward) -> AbstractContextManager[An
     return torch.autocast(device_of(forward.module).type, forward.autocast)
 
 
-def _forward(
-    module: nn.Module,
-    inputs: torch.dtype | None,
-    autocast: torch.dtype | None,
-    outputs: torch.dtype | None,
-) -> CastForward:
-    """The `forward` of a module as `amp` has it run."""
-    return CastForward(
-        module, inputs, autocast, outputs, cast=_cast, context=_autocast_unless_disabled
-    )
+_forward = partial(CastForward, cast=_cast, context=_autocast_unless_disabled)
+"""The `forward` of a module as `amp` has it run."""
 
 
 def check(models: list[Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim import Optimizer
+
 from gradscale.errors import SettingError
 from gradscale.torch.optim import SGD
 from gradscale.torch.optim.adam import Adam
@@ -24,6 +26,12 @@ def refuse(cls: str, **settings: tuple[Any, Any]) -> None:
     for name, (value, ours) in settings.items():
         if value != ours:
             raise SettingError(f"{name} of {cls} must be {ours!r} here, got {value!r}.")
+
+
+def _zero_grad(optimizer: Any, set_to_none: bool | None = None) -> None:
+    """Clears the gradients."""
+    none = optimizer.set_grad_none if set_to_none is None else set_to_none
+    Optimizer.zero_grad(optimizer, none)
 
 
 class FusedAdam(Adam):
@@ -59,9 +67,7 @@ class FusedAdam(Adam):
             decoupled_weight_decay=bool(adam_w_mode),
         )
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    zero_grad = _zero_grad
 
 
 class FusedSGD(SGD):
@@ -92,9 +98,7 @@ class FusedSGD(SGD):
             nesterov=nesterov,
         )
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    zero_grad = _zero_grad
 
 
 def without_equal(name: str, instead: str) -> Callable[..., Any]:

@@ -22,11 +22,10 @@ HALVES = (torch.float16, torch.bfloat16)
 _FORMATS = (*HALVES, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
     """The settings in force; the names are Apex'."""
 
-    enabled: bool = True
     opt_level: str
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
@@ -34,6 +33,7 @@ class Options:
     master_weights: bool | None
     loss_scale: float | str
     cast_model_outputs: torch.dtype | None = None
+    enabled: bool = True
 
     @property
     def half(self) -> torch.dtype | None:
@@ -48,60 +48,33 @@ class Options:
 
 
 LEVELS = {
-    "O0": Options(
-        opt_level="O0",
-        cast_model_type=torch.float32,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=None,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
-    "O1": Options(
-        opt_level="O1",
-        cast_model_type=None,
-        patch_torch_functions=True,
-        keep_batchnorm_fp32=None,
-        master_weights=None,
-        loss_scale="dynamic",
-    ),
-    "O2": Options(
-        opt_level="O2",
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
-    ),
-    "O3": Options(
-        opt_level="O3",
-        cast_model_type=torch.float16,
-        patch_torch_functions=False,
-        keep_batchnorm_fp32=False,
-        master_weights=False,
-        loss_scale=1.0,
-    ),
+    level.opt_level: level
+    for level in (
+        Options("O0", torch.float32, False, None, False, 1.0),
+        Options("O1", None, True, None, None, "dynamic"),
+        Options("O2", torch.float16, False, True, True, "dynamic"),
+        Options("O3", torch.float16, False, False, False, 1.0),
+    )
 }
 
 
-def settle(opt_level: Any, overrides: dict[str, Any]) -> Options:
+def settle(opt_level: Any, **overrides: Any) -> Options:
     """The options of `opt_level`, with those `overrides` that are not None."""
     if opt_level not in LEVELS:
         raise SettingError(
             f"opt_level must be one of {', '.join(LEVELS)} (a letter and a digit), got "
             f"{opt_level!r}."
         )
-    readers: dict[str, Callable[[str, Any], Any]] = {
-        "cast_model_type": _model_type,
-        "patch_torch_functions": _flag,
-        "keep_batchnorm_fp32": _flag,
-        "master_weights": _flag,
-        "loss_scale": _loss_scale,
-        "cast_model_outputs": _dtype,
+    given = {
+        name: _READERS[name](name, value) for name, value in overrides.items() if value is not None
     }
-    given: dict[str, Any] = {
-        name: readers[name](name, value) for name, value in overrides.items() if value is not None
-    }
-    _refuse_what_o1_has_not(opt_level, given)
+    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
+        value = given.get(name)
+        if opt_level == "O1" and value is not None and value is not torch.float32:
+            raise SettingError(
+                f"{name} must be left out with opt_level O1, whose weights stay float32, got "
+                f"{value!r}. Take opt_level='O2' or 'O3' to cast the weights."
+            )
     options = replace(LEVELS[opt_level], **given)
     if options.patch_torch_functions and opt_level != "O1":
         raise SettingError(
@@ -109,19 +82,6 @@ def settle(opt_level: Any, overrides: dict[str, Any]) -> Options:
             f"{opt_level}. Take opt_level='O1'."
         )
     return options
-
-
-def _refuse_what_o1_has_not(opt_level: str, given: dict[str, Any]) -> None:
-    """O1 casts inside of functions, so the weights stay float32 and need no masters."""
-    if opt_level != "O1":
-        return
-    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
-        value = given.get(name)
-        if value is not None and value is not torch.float32:
-            raise SettingError(
-                f"{name} must be left out with opt_level O1, whose weights stay float32, got "
-                f"{value!r}. Take opt_level='O2' or 'O3' to cast the weights."
-            )
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
@@ -157,3 +117,13 @@ def _loss_scale(name: str, value: Any) -> float | str:
             f"{name} must be 'dynamic' or a finite number > 0, also as a string, got {value!r}."
         )
     return number
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "cast_model_type": _model_type,
+    "patch_torch_functions": _flag,
+    "keep_batchnorm_fp32": _flag,
+    "master_weights": _flag,
+    "loss_scale": _loss_scale,
+    "cast_model_outputs": _dtype,
+}

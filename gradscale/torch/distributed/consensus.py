@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradscale.torch.distributed.drift import Drift, Marks, device_for
+from gradscale.torch.distributed.drift import Drift, Marks
 from gradscale.torch.distributed.groups import Group, Groups
 from gradscale.torch.grads import dispatch
 from gradscale.torch.grads.fields import REPORT, offset
@@ -54,10 +54,6 @@ class Consensus:
         """Takes over the process groups of DDP and FSDP in `model`."""
         self.groups.name(model)
 
-    def is_reducing(self) -> bool:
-        """Whether the passes of all wrapped modules reduce gradients: none is in no_sync()."""
-        return self.groups.is_reducing()
-
     def combine(
         self, reports: Sequence[Any], groups: Sequence[Group], scale: Scale, state: Any
     ) -> list[Any]:
@@ -69,11 +65,16 @@ class Consensus:
             scale: Where the results go, as numbers or tensors.
             state: What must be the same on all ranks, for the checksum.
         """
-        reports = [*reports]
-        reports[0] = reports[0]._replace(checksum=self.drift.mark(state))
-        words, marks = all_reports(_words(reports, scale), groups)
-        self.drift.take(marks)
-        if scale.number is not None:
+        marked = not self.drift.wait
+        if marked:
+            reports = [reports[0]._replace(checksum=self.drift.mark(state)), *reports[1:]]
+        else:
+            self.drift.wait -= 1
+        host = scale.number is not None
+        words, marks = all_reports(_words(reports, scale), groups, host)
+        if marked:
+            self.drift.take(marks)
+        if host:
             return [Report(*row) for row in words.tolist()]
         return [Report(*row.unbind()) for row in words.unbind()]
 
@@ -91,20 +92,18 @@ class Consensus:
         return found.item() if scale.number is not None else found
 
 
-def all_reports(words: Tensor, groups: Sequence[Group]) -> tuple[Tensor, Marks]:
+def all_reports(words: Tensor, groups: Sequence[Group], host: bool = False) -> tuple[Tensor, Marks]:
     """What all ranks found together, and the checksums of the ranks of every group.
 
-    `words` are the rows of this rank's reports; so is what comes back.
+    `words` are the rows of this rank's reports; so is what comes back. On the `host` no kernel
+    folds them.
     """
     marks: Marks = []
+    kernel = not host and dispatch.uses_triton(words.device)
     for process in _rounds(groups):
         rows = _gathered(words.reshape(-1), process).view(-1, *words.shape)
         marks.append((process, rows[:, 0, _CHECKSUM]))
-        words = (
-            dispatch.module("consensus").fold(rows)
-            if dispatch.uses_triton(rows.device)
-            else fold(rows)
-        )
+        words = dispatch.module("consensus").fold(rows) if kernel else fold(rows)
     return words, marks
 
 
@@ -154,7 +153,9 @@ def _word(value: Any, device: torch.device) -> Tensor:
 
 def _gathered(words: Tensor, process: Any) -> Tensor:
     """The `words` of all ranks, a row for each; where they were."""
-    here = words.to(device_for(process, words.device))
+    here = words
+    if words.is_cpu and dist.get_backend(process) == "nccl":
+        here = words.cuda()
     size = dist.get_world_size(process)
     rows = torch.empty(size * len(here), dtype=here.dtype, device=here.device)
     # torch calls it by another name from 2.13 on.
@@ -162,7 +163,8 @@ def _gathered(words: Tensor, process: Any) -> Tensor:
     gather(rows, here, group=process)
     if here.is_cpu:
         _outlive_gloo()
-    return move(rows.view(size, len(here)), words.device)
+    rows = rows.view(size, len(here))
+    return rows if here is words else move(rows, words.device)
 
 
 @functools.cache
@@ -184,8 +186,7 @@ def _rounds(groups: Iterable[Group]) -> Iterable[Any]:
     """The process groups that gather, one after the other."""
     for group in groups:
         size = dist.get_world_size(group.process)
-        side = _side(size)
-        if size <= LARGE or side == 1:
+        if size <= LARGE or (side := _side(size)) == 1:
             yield group.process
             continue
         known = [ref() for ref in _squares.get(group.process, ())]

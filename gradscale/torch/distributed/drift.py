@@ -32,9 +32,9 @@ class Drift:
         if on_drift not in ("raise", "repair"):
             raise SettingError(f'on_drift must be "raise" or "repair", got {on_drift!r}.')
         self._repairs = on_drift == "repair"
-        self._count = 0
+        self.wait = 0
+        """Steps until checksums travel."""
         self._sent: list[tuple[weakref.ref[Any], Sent]] = []
-        self._due = self._sent
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ("repair" if self._repairs else "raise",)
@@ -44,10 +44,13 @@ class Drift:
 
         First compares those that have arrived, which all ranks do at the same place: here.
         """
-        self._check(state)
-        self._count += 1
-        if self._count % EVERY != 1 or capturing():
+        if self.wait:
+            self.wait -= 1
             return 0.0
+        self.wait = EVERY - 1
+        if capturing():
+            return 0.0
+        self._check(state)
         total: Any = 0
         for place, value in enumerate(state.guarded()):
             word = value.view(torch.int32) if value.is_floating_point() else value
@@ -56,15 +59,13 @@ class Drift:
         return (total % 16777213).to(torch.float32)
 
     def take(self, marks: Marks) -> None:
-        """Sends the `marks` of all ranks to the host, where they are read after the next ones."""
-        if self._count % EVERY != 1 or capturing():
-            return
-        sent = [(weakref.ref(process), Sent.away(each.clone())) for process, each in marks]
-        self._due, self._sent = self._sent, sent
+        """Sends the `marks` of all ranks to the host, where they are read with the next ones."""
+        if self.wait == EVERY - 1 and not capturing():
+            self._sent = [(weakref.ref(group), Sent.away(each.clone())) for group, each in marks]
 
     def _check(self, state: Any) -> None:
         """Raises, or repairs `state`, if the marks that have come differ: on all ranks alike."""
-        due, self._due = self._due, []
+        due, self._sent = self._sent, []
         for ref, sent in due:
             group = ref()
             if group is None:
@@ -89,14 +90,8 @@ class Drift:
             )
             values = state.guarded()
             for value in values:
-                here = value.to(device_for(group, value.device))
+                nccl = value.is_cpu and dist.get_backend(group) == "nccl"
+                here = value.cuda() if nccl else value
                 dist.broadcast(here, first, group=group)
                 value.copy_(here)
             state.restore(values)
-
-
-def device_for(group: Any, device: torch.device) -> torch.device:
-    """Where `group` can gather: `device`, unless its backend is for GPUs alone."""
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

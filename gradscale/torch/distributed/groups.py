@@ -10,7 +10,8 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -87,8 +88,10 @@ class Groups:
         """Whether all ranks have a loss, although they have different parameters."""
         self.sharded = False
         """Whether given groups hold different parameters, so that a rank may have no loss."""
-        self.wrappers: list[weakref.ref[nn.Module]] = []
-        """The modules in named models that reduce gradients."""
+        self.wrappers: list[tuple[weakref.ref[nn.Module], Callable[[Any], Any]]] = []
+        """The modules in named models that reduce gradients, and what says whether each does."""
+        self.version = 0
+        """Changes with the groups that are known."""
         self._known: list[Group] = []
         """Process groups weakly: one of gloo's that outlives its end can abort the process."""
         # The group of all ranks may be made later than this.
@@ -107,6 +110,7 @@ class Groups:
             )
         self._known = [group.weak() for group in given]
         self.sharded = any(group.shards for group in given)
+        self.version += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without process groups, which another process finds anew."""
@@ -123,7 +127,8 @@ class Groups:
         for each in module.modules() if self._auto and _several() else ():
             groups = list(_groups_of(each))
             if groups or hasattr(each, "set_requires_gradient_sync"):
-                self.wrappers.append(weakref.ref(each))
+                self.wrappers.append((weakref.ref(each), _reducing(each)))
+                self.version += 1
             for group in groups:
                 known = next((k for k in self._known if k.process() is group.process), None)
                 if known is None:
@@ -134,10 +139,6 @@ class Groups:
     def has_stages(self) -> bool:
         """Whether ranks were declared to have different parameters, so perhaps no loss."""
         return self.sharded and not self.has_losses
-
-    def is_reducing(self) -> bool:
-        """Whether all wrappers reduce the gradients of a backward pass: none is in no_sync()."""
-        return all(_reduces(each) for ref in self.wrappers if (each := ref()) is not None)
 
     def among(self, params: Iterable[Tensor]) -> list[Group]:
         """The groups in which `params` must be agreed on.
@@ -170,6 +171,14 @@ class Groups:
         return _several() and not self._silent
 
 
+def counts_all(groups: Sequence[Group]) -> bool | None:
+    """Whether this rank counts plain gradients in a norm; None if that differs by parameter."""
+    if any(group.of is not None for group in groups):
+        return None
+    here = dist.get_rank()
+    return all(group.shards or min(group.ranks()) == here for group in groups)
+
+
 def part_of_norm(params: list[Tensor], groups: Sequence[Group], norm: Any, scale: Scale) -> Any:
     """The 2-norm of the gradients that this rank counts; `norm` is that of all it has.
 
@@ -194,10 +203,11 @@ def part_of_norm(params: list[Tensor], groups: Sequence[Group], norm: Any, scale
         ]
         return all(first == here or first in others for first in copies)
 
-    if all_plain(params) and all(group.of is None for group in groups):
-        mine = params if counts(params[0]) else []
-    else:
+    everything = counts_all(groups) if all_plain(params) else None
+    if everything is None:
         mine = [param for param in params if counts(param)]
+    else:
+        mine = params if everything else []
     if len(mine) == len(params):
         return norm
     if not mine:
@@ -314,12 +324,15 @@ def _groups_of(module: nn.Module) -> Iterable[Group]:
             yield Group(copies)
 
 
-def _reduces(module: Any) -> bool:
-    """Whether a wrapper reduces the gradients of a backward pass that begins now."""
+def _reducing(module: Any) -> Callable[[Any], Any]:
+    """What says whether a wrapper reduces the gradients of a backward pass that begins now."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        return bool(module.require_backward_grad_sync)
-    if hasattr(module, "_sync_gradients"):  # FSDP1
-        return bool(module._sync_gradients)
+        return attrgetter("require_backward_grad_sync")
+    return attrgetter("_sync_gradients") if hasattr(module, "_sync_gradients") else _fsdp2_reduces
+
+
+def _fsdp2_reduces(module: Any) -> bool:
+    """Whether a module of FSDP2 reduces the gradients of a backward pass that begins now."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     return bool(getattr(getattr(state, "_fsdp_param_group", None), "reduce_grads", True))
 

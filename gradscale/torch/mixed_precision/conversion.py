@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradscale.errors import CallOrderError, SettingError
-from gradscale.torch.grads.collect import with_grad
+from gradscale.errors import SettingError
 from gradscale.torch.mixed_precision.casting import (
     NORMS,
     Keep,
@@ -70,7 +69,7 @@ def convert(
             if own is None:
                 set_master(param, optimizer.state[param], value, mode.master)  # type: ignore[arg-type]
             else:
-                own.set_master(param, value)
+                own.store.set_master(param, value)
     return masters
 
 
@@ -115,18 +114,5 @@ def masters_of(optimizer: Any, mode: Mode) -> Masters | None:
     # Without masters, too, a half weight may come: one that is unfrozen, or added to a group.
     masters = Masters(optimizer, mode.master or "float32")
     if mode.master is not None:
-        optimizer.register_step_pre_hook(_guard(masters))
+        optimizer.register_step_pre_hook(masters.refuse_step)
     return masters
-
-
-def _guard(masters: Masters) -> Callable[..., None]:
-    """A hook that refuses steps which would move weights and not their masters."""
-
-    def refuse(optimizer: Optimizer, *_: Any) -> None:
-        if not masters.in_place and masters.needed(with_grad(optimizer.param_groups)):
-            raise CallOrderError(
-                "optimizer.step() was called, which would move weights and not their masters. Call "
-                "mp.step() instead."
-            )
-
-    return refuse

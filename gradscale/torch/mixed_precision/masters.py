@@ -11,7 +11,9 @@ The optimizers of gradscale.torch.optim have masters of their own, see optim/fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,35 +21,55 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradscale.errors import CallOrderError
 from gradscale.torch.grads.collect import local_grads, with_grad
-from gradscale.torch.grads.dtensor import all_plain, local
+from gradscale.torch.grads.dtensor import all_plain, local, locals_of
 from gradscale.torch.grads.scale import move
-from gradscale.torch.mixed_precision.members import (
-    KeptMaster,
-    Members,
-    are_few,
-    give_gradients,
-    make_whole,
-    multiply_grads,
-    write_float32,
-    write_split,
-)
+from gradscale.torch.mixed_precision.master_store import KeptMaster, MasterStore
 from gradscale.torch.optim import master_bits
-from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER
+from gradscale.torch.optim.master_bits import HALF_DTYPES, LARGEST, FlatWeights
 
-_DTYPE = attrgetter("dtype")
-_HALVES = frozenset(HALF_DTYPES)
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_VERSION, _TENSOR_VERSION = attrgetter("version"), attrgetter("_version")
+_HALVES, _STRIDED = frozenset(HALF_DTYPES), {torch.strided}
+
+
+@dataclass(slots=True, eq=False)
+class Members:
+    """The parameters of a step: half weights and their masters, and others."""
+
+    source: dict[int, KeptMaster]
+    """Where the masters come from, which is another after loading."""
+    params: list[Tensor]
+    """All of them, as the step was given them."""
+    weights: list[Tensor]
+    others: list[Tensor]
+    kept: list[KeptMaster]
+    masters: list[Tensor]
+    own: list[list[Tensor]]
+    """The parameters of every group."""
+    standing: list[list[Tensor]]
+    """What is in every group while masters are."""
+    local_weights: list[Tensor]
+    addresses: list[int]
+    plain: bool
+    """Whether no weight is a DTensor."""
+    lows: list[Tensor]
+    """The low bits, in the mode "split"."""
+    flat: FlatWeights | None
+    new: bool = True
+    """Whether the states of weights have not been looked at."""
+    states: list[dict[str, Any]] = field(default_factory=list)
+    aside: list[tuple[Tensor, Any]] = field(default_factory=list)
+    """Gradients of other parameters, as they were before the step."""
 
 
 class Masters:
     """The masters of the float16 and bfloat16 parameters of an optimizer.
 
         masters = Masters(optimizer)
-        masters.gradients(factor)       # after the backward pass
-        try:
-            optimizer.step()            # moves the masters
-        finally:
-            masters.write_back(done)    # rounds them to the weights
+        with masters.stepped(factor):   # after the backward pass
+            optimizer.step()            # moves the masters, which are then rounded to the weights
 
     Args:
         optimizer: Whose groups hold the weights.
@@ -57,23 +79,10 @@ class Masters:
 
     def __init__(self, optimizer: Optimizer, mode: str = "float32") -> None:
         self._optimizer = optimizer
-        self._mode = master_bits.check_mode(mode)
-        self._kept: dict[int, KeptMaster] = {}
-        """By the id of the weight."""
+        self.store = MasterStore(optimizer, mode, self.weights)
         self._plan: Members | None = None
         """The members of the last step, if the next one may have the same."""
         self._entered: Members | None = None
-        self._saved: dict[str, Any] = {}
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._add_to_saved),
-            optimizer.register_load_state_dict_pre_hook(self._note_saved),
-            optimizer.register_load_state_dict_post_hook(self._take_saved, prepend=True),
-        ]
-
-    def detach(self) -> None:
-        """Removes the hooks from the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
 
     # What there is.
 
@@ -84,7 +93,9 @@ class Masters:
 
     def needed(self, params: Sequence[Tensor]) -> bool:
         """Whether one of `params` must have a master to be stepped, or may have had one."""
-        return bool(params) and (bool(self._kept) or not _HALVES.isdisjoint(map(_DTYPE, params)))
+        return bool(params) and (
+            bool(self.store.kept) or not _HALVES.isdisjoint(map(_DTYPE, params))
+        )
 
     def weights(self) -> list[Tensor]:
         """The parameters of the optimizer, with weights also while masters are in their places."""
@@ -106,47 +117,19 @@ class Masters:
         pairs = [] if members is None else zip(members.masters, members.weights, strict=True)
         return {id(master): weight for master, weight in pairs}
 
-    @torch.no_grad()
     def master(self, weight: Tensor) -> Tensor:
         """The master of `weight`, made if there is none; a copy in the mode "split"."""
-        kept = self._kept.get(id(weight))
-        if kept is None or kept.weight is not weight or kept.dtype is not weight.dtype:
-            kept = self._kept[id(weight)] = KeptMaster(weight)
-        values = kept.values
-        if MASTER in values:
-            values[MASTER] = master_bits.as_state(weight, values[MASTER], MASTER, torch.float32)
-        known = MASTER in values
-        master_bits.ensure_master(weight, values, self._mode)
-        version = local(weight)._version
-        if known and MASTER in values and kept.version != version:
-            # Somebody may have written to the weight, by loading it or by hand.
-            master_bits.adopt_edits([local(weight)], [local(values[MASTER])])
-        kept.version = version
-        return master_bits.master_of(weight, values)
-
-    def set_master(self, weight: Tensor, value: Tensor) -> None:
-        """Makes float32 `value`, the number that `weight` was before it was cast, its master."""
-        kept = self._kept[id(weight)] = KeptMaster(weight)
-        master_bits.set_master(weight, kept.values, value, self._mode)
-        kept.version = local(weight)._version
-
-    def values(self, weight: Tensor) -> dict[str, Any]:
-        """The master of `weight` as an optimizer's state would have it; empty if there is none."""
-        kept = self._kept.get(id(weight))
-        return kept.values if kept is not None and kept.weight is weight else {}
-
-    def pairs(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """All weights that have a master, with what `values` returns, for a copy."""
-        return [(kept.weight, kept.values) for kept in self._kept.values()]
-
-    def set_pairs(self, pairs: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Takes over what `pairs()` returned, of this one or of another, and nothing else."""
-        self._kept, self._plan = {}, None
-        for weight, values in pairs:
-            kept = self._kept[id(weight)] = KeptMaster(weight)
-            kept.values = values
+        return master_bits.master_of(weight, self.store.keep(weight).values)
 
     # A step.
+
+    def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook of the optimizer: refuses steps that would move weights and not their masters."""
+        if self._entered is None and self.needed(with_grad(optimizer.param_groups)):
+            raise CallOrderError(
+                "optimizer.step() was called, which would move weights and not their masters. Call "
+                "mp.step() instead."
+            )
 
     @torch.no_grad()
     def gradients(self, factor: Tensor) -> None:
@@ -155,9 +138,11 @@ class Masters:
         The gradients of the weights stay as they are; those of float32 parameters are put aside.
         """
         members = self._members(with_grad(self._optimizer.param_groups))
-        give_gradients(members, factor)
+        for master, grad in zip(members.masters, _widened(members, factor), strict=True):
+            master.grad = grad
         members.aside = [(param, param.grad) for param in members.others]
-        multiply_grads(members.others, factor)
+        for param, before in members.aside:
+            param.grad = before * move(factor, before.device)
         self._enter(members)
 
     @torch.no_grad()
@@ -181,13 +166,14 @@ class Masters:
         members = self._entered
         if members is None or not members.weights:
             return
-        if self._mode == "float32":
-            write_float32(members.local_weights, members.masters, members.flat)
+        weights, flat = members.local_weights, members.flat
+        if flat is not None and flat.views and torch.cat(flat.views).abs().amax() <= LARGEST:
+            torch._foreach_copy_(weights, members.masters)  # none becomes infinite
         else:
-            write_split(members)
-        if not all_plain(members.weights):  # their parts were written
+            master_bits.write_all(weights, members.lows, members.masters, flat)
+        if not members.plain:  # their parts were written
             torch.autograd.graph.increment_version(members.weights)
-        for kept, weight in zip(members.kept, members.local_weights, strict=True):
+        for kept, weight in zip(members.kept, weights, strict=True):
             kept.version = weight._version
 
     def write_back(self, done: bool) -> None:
@@ -204,9 +190,19 @@ class Masters:
         for param, grad in members.aside:
             param.grad = grad
         members.aside = []
-        if members.flat is None:
-            for master in members.masters:
-                master.grad = None
+        for master in members.masters:
+            master.grad = None
+
+    @contextmanager
+    def stepped(self, factor: Tensor) -> Iterator[None]:
+        """`gradients()` before the block, and `write_back()` after it, done unless it raises."""
+        self.gradients(factor)
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            self.write_back(done)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure`, computed with the weights of masters that move, and its gradients moved there.
@@ -233,42 +229,58 @@ class Masters:
     def _members(self, params: list[Tensor]) -> Members:
         """The members of a step with the gradients of `params`; the last ones if they hold."""
         plan = self._plan
-        if plan is None or not plan.holds(params, self._optimizer.param_groups):
-            self._plan = None
-            plan = self._new_members(params)
-            if self._mode == "float32":
-                plan.plan()
-                self._plan = plan
-            return plan
-        for kept, master, weight in zip(plan.kept, plan.masters, plan.local_weights, strict=True):
-            if kept.version != weight._version:
-                master_bits.adopt_edits([weight], [local(master)])
-                kept.version = weight._version
+        known = plan is not None and plan.source is self.store.kept
+        if plan is None or not known or not _holds(plan, params, self._optimizer.param_groups):
+            plan = self._new_members(params, again=True)
+            self._plan = None if plan.lows and plan.flat is None else plan
+        elif plan.flat is not None and plan.lows:
+            plan.flat.join(plan.local_weights)
+        elif list(map(_VERSION, plan.kept)) != list(map(_TENSOR_VERSION, plan.local_weights)):
+            for kept, master, weight in zip(
+                plan.kept, plan.masters, plan.local_weights, strict=True
+            ):
+                if kept.version != weight._version:
+                    master_bits.adopt_edits([weight], [local(master)])
+                    kept.version = weight._version
         return plan
 
-    def _new_members(self, params: list[Tensor]) -> Members:
-        """Finds the masters of `params`, and forgets those of weights that are no longer there."""
-        here = set(map(id, self.weights()))
-        self._kept = {key: kept for key, kept in self._kept.items() if key in here}
-        weights: list[Tensor] = []
-        others: list[Tensor] = []
-        for param in {id(p): p for p in params}.values():
-            (weights if param.dtype in _HALVES else others).append(param)
-            if id(param) in self._kept and param.dtype not in _HALVES:
-                make_whole(self._kept.pop(id(param)))
-        masters = self._masters(weights)
-        kept = [self._kept[id(weight)] for weight in weights]
-        return Members(params, weights, masters, others, kept, self._optimizer.param_groups)
+    def _new_members(self, params: list[Tensor], again: bool = False) -> Members:
+        """Finds the masters of `params`, and forgets those of weights that are no longer there.
 
-    def _masters(self, weights: list[Tensor]) -> list[Tensor]:
-        """The masters of all of `weights`; those of many small split ones in a few operations."""
-        low = [self.values(weight).get(LOW_BITS) for weight in weights]
-        if self._mode == "float32" or not are_few(weights) or any(bits is None for bits in low):
-            return [self.master(weight) for weight in weights]
-        flat = torch._C._nn.flatten_dense_tensors
+        `again` says that they may be used in further steps.
+        """
+        store, mode = self.store, self.store.mode
+        store.drop_others()
+        each_once = {id(param): param for param in params}.values()
+        weights = [param for param in each_once if param.dtype in _HALVES]
+        others = [param for param in each_once if param.dtype not in _HALVES]
+        for param in others:
+            store.make_whole(param)
+        kept = list(map(store.keep, weights))
+        parts: list[Tensor] = locals_of(weights)
+        stored = [local(each.values[master_bits.KEYS[mode]]) for each in kept]
+        lows = stored if mode == "split" else []
+        small = again and master_bits.are_small(parts)
+        flat = FlatWeights(parts, stored, mode) if small else None
         with torch.no_grad():
-            joined = master_bits.join(flat(weights), flat([local(bits) for bits in low]))
-        return list(torch._C._nn.unflatten_dense_tensors(joined, weights))
+            masters = master_bits.join_all(parts, lows, flat) if lows else stored
+        own = [list(group["params"]) for group in self._optimizer.param_groups]
+        places = dict(zip(map(id, weights), masters, strict=True))
+        return Members(
+            source=store.kept,
+            params=params,
+            weights=weights,
+            others=others,
+            kept=kept,
+            masters=masters,
+            own=own,
+            standing=[[places.get(id(p), p) for p in each] for each in own],
+            local_weights=parts,
+            addresses=list(map(Tensor.data_ptr, parts)),
+            plain=all_plain(weights),
+            lows=lows,
+            flat=flat,
+        )
 
     def _enter(self, members: Members) -> None:
         """Puts masters into the groups, with the states of their weights."""
@@ -298,49 +310,42 @@ class Masters:
                     state.pop(weight, None)
         members.states = []
 
-    # Saving and loading.
 
-    def _add_to_saved(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Adds the masters to what `optimizer.state_dict()` returns."""
-        states = dict(saved["state"])
-        for number, weight in _numbered(saved, self.weights()):
-            values = self.values(weight)
-            if values:
-                states[number] = {**states.get(number, {}), **values}
-        return {**saved, "state": states}
-
-    def _note_saved(self, _: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """What torch loads of `saved`: all but the masters, which it would round."""
-        self._saved = saved
-        states = {}
-        for number, state in saved["state"].items():
-            rest = state
-            if isinstance(state, dict):
-                rest = {k: v for k, v in state.items() if k not in (MASTER, LOW_BITS)}
-            if rest or not state:
-                states[number] = rest
-        return {**saved, "state": states}
-
-    def _take_saved(self, optimizer: Optimizer) -> None:
-        """Takes states as they were saved, and the masters."""
-        saved, self._saved = self._saved, {}
-        exact = {}
-        self._kept, self._plan = {}, None
-        for number, weight in _numbered(saved, self.weights()):
-            state = saved["state"].get(number, {})
-            found = {k: state[k] for k in (MASTER, LOW_BITS) if k in state}
-            exact[number] = {k: v for k, v in state.items() if k not in found}
-            if found and weight.dtype in _HALVES:
-                kept = self._kept[id(weight)] = KeptMaster(weight)
-                device = local(weight).device
-                kept.values = {k: v.to(device, copy=True) for k, v in found.items()}
-        master_bits.restore_exact(optimizer, {**saved, "state": exact})
+def _holds(plan: Members, params: list[Tensor], groups: list[dict[str, Any]]) -> bool:
+    """Whether a step with the gradients of `params` has the members of `plan`."""
+    return (
+        len(params) == len(plan.params)
+        and all(map(is_, params, plan.params))
+        and len(groups) == len(plan.own)
+        and all(
+            len(group["params"]) == len(own) and all(map(is_, group["params"], own))
+            for group, own in zip(groups, plan.own, strict=True)
+        )
+        and list(map(Tensor.data_ptr, plan.local_weights)) == plan.addresses
+    )
 
 
-def _numbered(saved: dict[str, Any], params: list[Tensor]) -> list[tuple[Any, Tensor]]:
-    """The parameters of an optimizer with the numbers that they have in `saved`."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    return list(zip(numbers, params, strict=True))
+def _widened(members: Members, factor: Tensor) -> list[Tensor]:
+    """The gradients of the weights times `factor`, in float32."""
+    weights = members.weights
+    grads: list[Any] = [w.grad for w in weights] if members.plain else local_grads(weights)
+    if set(map(_LAYOUT, grads)) == _STRIDED:
+        flat = members.flat
+        wide = list(map(torch.empty_like, members.masters)) if flat is None else flat.wides
+        torch._foreach_copy_(wide, grads)
+        if flat is not None:
+            flat.wide.mul_(factor)
+            return wide
+        for device in {grad.device for grad in grads}:
+            here = [each for each in wide if each.device == device]
+            torch._foreach_mul_(here, move(factor, device))
+        return wide
+    return [
+        torch.empty_like(master).copy_(grad).mul_(move(factor, grad.device))
+        if grad.layout is torch.strided
+        else grad.float() * move(factor, grad.device)
+        for master, grad in zip(members.masters, grads, strict=True)
+    ]
 
 
 def _is_half(value: Any) -> bool:

@@ -89,6 +89,7 @@ class MixedPrecision:
         if not isinstance(policy, Static | Off | Dynamic):  # all others have a format
             policy = replace(policy, format=self.mode.passes)
         self._device = device_of(self.models[0]).type
+        self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
         self._masters = convert(self.models, self.optimizers, self.mode, list(keep_float32))
         self._accumulation: Accumulation | None = None
@@ -112,9 +113,7 @@ class MixedPrecision:
 
     def autocast(self) -> torch.autocast:
         """A context in which operations run in the format of the mode."""
-        dtype = self.mode.dtype
-        on = dtype is not torch.float32
-        return torch.autocast(self._device, dtype=dtype if on else None, enabled=on)
+        return torch.autocast(self._device, dtype=self._dtype, enabled=self._dtype is not None)
 
     def backward(self, loss: Any, **settings: Any) -> None:
         """Scales `loss`, a tensor or several, and runs its backward pass.
@@ -190,16 +189,18 @@ class MixedPrecision:
         """
         if self._accumulation is not None:
             raise CallOrderError("step() was called within accumulate(). Call it after the block.")
-        several = self.optimizers if optimizer is None else as_optimizers(optimizer, "step()")
-        strange = [each for each in several if all(each is not own for own in self.optimizers)]
-        if strange:
-            raise SettingError(
-                "step() takes the optimizers that MixedPrecision was made with, got "
-                f"{type(strange[0]).__name__}."
-            )
+        chosen: Any = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
+        if optimizer is not None:
+            chosen = as_optimizers(optimizer, "step()")
+            for each in chosen:
+                if all(each is not own for own in self.optimizers):
+                    raise SettingError(
+                        "step() takes the optimizers that MixedPrecision was made with, got "
+                        f"{type(each).__name__}."
+                    )
         with _in_our_words():
             return self.scaler.apply(
-                several, clip_norm=clip_norm, clip_value=clip_value, closure=closure
+                chosen, clip_norm=clip_norm, clip_value=clip_value, closure=closure
             )
 
     def run(
@@ -325,14 +326,7 @@ class MixedPrecision:
         Of what `follow()` was given, that is what has a state: no plain functions. Not the random
         state and the place in the data: see gradscale.torch.checkpoint. **Waits for the device.**
         """
-        return state.save(
-            self.mode.name,
-            self.models,
-            self.optimizers,
-            self.scaler,
-            [each for each, _ in self._followed],
-            self.retries,
-        )
+        return state.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict()` gave.
@@ -340,10 +334,8 @@ class MixedPrecision:
         Raises:
             StateError: It is of another mode or of other models; nothing was loaded.
         """
-        parts, followed = (self.models, self.optimizers), [each for each, _ in self._followed]
-        state.check(state_dict, self.mode.name, *parts, followed)
-        state.load(state_dict, *parts, self.scaler, followed, self._masters)
-        self.retries = state_dict["retries"]
+        state.check(self, state_dict)
+        state.load(self, state_dict)
 
     def float32_model_state(self, model: nn.Module | None = None) -> dict[str, Any]:
         """The `state_dict()` of a model in float32, with masters for weights: for export.
@@ -355,11 +347,10 @@ class MixedPrecision:
             raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
         if model is not None and all(model is not each for each in self.models):
             raise SettingError("model must be one that MixedPrecision was made with.")
-        chosen = self.models[0] if model is None else model
-        return state.float32_state(chosen, self.optimizers, self._masters)
+        return state.float32_state(self, self.models[0] if model is None else model)
 
     def __getstate__(self) -> dict[str, Any]:
-        masters = [None if own is None else own.pairs() for own in self._masters]
+        masters = [None if own is None else own.store.pairs() for own in self._masters]
         return {**vars(self), "_masters": masters}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
@@ -367,7 +358,7 @@ class MixedPrecision:
         self._masters = [masters_of(optimizer, self.mode) for optimizer in self.optimizers]
         for own, pairs in zip(self._masters, values["_masters"], strict=True):
             if own is not None:
-                own.set_pairs(pairs)
+                own.store.set_pairs(pairs)
         self._attach()
         for each, settings in self._followed:
             self.scaler.follow(each, **settings)

@@ -3,87 +3,69 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradscale.errors import StateError
-from gradscale.torch.mixed_precision.masters import Masters
 from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, master_of, rounded
-from gradscale.torch.scaler import GradScaler
 from gradscale.torch.telemetry.names import bare
+
+if TYPE_CHECKING:
+    from gradscale.torch.mixed_precision.mixed import MixedPrecision
 
 VERSION = 1
 """Of the state that is saved."""
 
 
-def save(
-    mode: str,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    scaler: GradScaler,
-    followed: Sequence[Any],
-    retries: int,
-) -> dict[str, Any]:
+def save(mp: MixedPrecision) -> dict[str, Any]:
     """Everything that a run needs to go on. Waits for the device."""
-    scaler.flush()
+    mp.scaler.flush()
     return {
         "version": VERSION,
-        "mode": mode,
-        "models": [bare(model).state_dict() for model in models],
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "scaler": scaler.state_dict(),
-        "followed": [(type(each).__name__, each.state_dict()) for each in followed],
-        "retries": retries,
+        "mode": mp.mode.name,
+        "models": [bare(model).state_dict() for model in mp.models],
+        "optimizers": [optimizer.state_dict() for optimizer in mp.optimizers],
+        "scaler": mp.scaler.state_dict(),
+        "followed": [(type(each).__name__, each.state_dict()) for each, _ in mp._followed],
+        "retries": mp.retries,
     }
 
 
-def load(
-    state: Mapping[str, Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    scaler: GradScaler,
-    followed: Sequence[Any],
-    masters: Sequence[Masters | None],
-) -> None:
+def load(mp: MixedPrecision, state: Mapping[str, Any]) -> None:
     """Takes over a checked `state`; if something raises, everything is as it was before."""
     # Loading replaces the states of optimizers and does not write to them, so they are kept by
     # reference. Weights are written in place; they come last, and their names and shapes were
     # checked.
-    kept = [(each, each.state, each.param_groups) for each in optimizers]
-    pairs = [(own, own.pairs()) for own in masters if own is not None]
+    followed = [each for each, _ in mp._followed]
+    kept = [(each, each.state, each.param_groups) for each in mp.optimizers]
+    pairs = [(own, own.store.pairs()) for own in mp._masters if own is not None]
     before = [(each, copy.deepcopy(each.state_dict())) for each in followed]
-    scale = scaler.state_dict()
+    scale = mp.scaler.state_dict()
     try:
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(mp.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for each, (_, saved) in zip(followed, state["followed"], strict=True):
             each.load_state_dict(saved)
-        scaler.load_state_dict(state["scaler"])
-        for model, saved in zip(models, state["models"], strict=True):
+        mp.scaler.load_state_dict(state["scaler"])
+        for model, saved in zip(mp.models, state["models"], strict=True):
             bare(model).load_state_dict(saved)
     except BaseException as error:
         for optimizer, states, groups in kept:
             optimizer.__setstate__({"state": states, "param_groups": groups})
         for own, old in pairs:
-            own.set_pairs(old)
+            own.store.set_pairs(old)
         for each, old in before:
             each.load_state_dict(old)
-        scaler.load_state_dict(scale)
+        mp.scaler.load_state_dict(scale)
         error.add_note("MixedPrecision.load_state_dict(): nothing was loaded.")
         raise
+    mp.retries = state["retries"]
 
 
-def check(
-    state: Any,
-    mode: str,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    followed: Sequence[Any],
-) -> None:
+def check(mp: MixedPrecision, state: Any) -> None:
     """Raises a StateError if `state` is not one of `save()` for these models and optimizers."""
     wanted = {"version", "mode", "models", "optimizers", "scaler", "followed", "retries"}
     if not isinstance(state, Mapping) or not wanted <= state.keys():
@@ -94,32 +76,33 @@ def check(
             f"This state has version {state['version']!r}, and this gradscale reads {VERSION}. "
             "Load it with the gradscale that saved it."
         )
-    if state["mode"] != mode:
+    if state["mode"] != mp.mode.name:
         raise StateError(
-            f"This state is of the mode {state['mode']!r}, and this run is {mode!r}. Go on in the "
-            "same mode, or load float32_model_state()."
+            f"This state is of the mode {state['mode']!r}, and this run is {mp.mode.name!r}. Go on "
+            "in the same mode, or load float32_model_state()."
         )
-    here = {"models": models, "optimizers": optimizers, "followed": followed}
+    here: dict[str, list[Any]] = {
+        "models": mp.models,
+        "optimizers": mp.optimizers,
+        "followed": mp._followed,
+    }
     for kind, mine in here.items():
         if len(state[kind]) != len(mine):
             raise StateError(f"This state has {len(state[kind])} {kind}, here are {len(mine)}.")
-    kinds = [type(each).__name__ for each in followed]
+    kinds = [type(each).__name__ for each, _ in mp._followed]
     theirs = [name for name, _ in state["followed"]]
     if kinds != theirs:
         raise StateError(f"This state is followed by {theirs}, and this run by {kinds}.")
-    for model, saved in zip(models, state["models"], strict=True):
+    for model, saved in zip(mp.models, state["models"], strict=True):
         own = bare(model).state_dict()
-        odd = [
-            name
-            for name in {**own, **saved}
-            if name not in own or name not in saved or _shape(own[name]) != _shape(saved[name])
-        ]
-        if odd:
+        for name in {**own, **saved}:
+            if name in own and name in saved and _shape(own[name]) == _shape(saved[name]):
+                continue
             raise StateError(
-                f"The weight {odd[0]!r} is missing here or there, or has another shape. Load a "
-                "state that was saved with this model."
+                f"The weight {name!r} is missing here or there, or has another shape. Load a state "
+                "that was saved with this model."
             )
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+    for optimizer, saved in zip(mp.optimizers, state["optimizers"], strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
         if sizes != saved_sizes:
@@ -131,25 +114,23 @@ def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def float32_state(
-    model: nn.Module, optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
-) -> dict[str, Any]:
+def float32_state(mp: MixedPrecision, model: nn.Module) -> dict[str, Any]:
     """The `state_dict()` of a model in float32, with masters for weights."""
     owners = {
         id(param): (optimizer, own)
-        for optimizer, own in zip(optimizers, masters, strict=True)
+        for optimizer, own in zip(mp.optimizers, mp._masters, strict=True)
         for group in optimizer.param_groups
         for param in group["params"]
     }
     wide: dict[str, Any] = {}
     for name, value in bare(model).state_dict(keep_vars=True).items():
+        wide[name] = value
         if not isinstance(value, Tensor):
-            wide[name] = value
             continue
         plain = value.detach()
         if plain.dtype in HALF_DTYPES and id(value) in owners:
             optimizer, own = owners[id(value)]
-            found = optimizer.state.get(value, {}) if own is None else own.values(value)
+            found = optimizer.state.get(value, {}) if own is None else own.store.values(value)
             if MASTER in found or LOW_BITS in found:
                 master = master_of(plain, found)
                 # Somebody may have written to the weight since.

@@ -78,12 +78,10 @@ class Batch:
         places: list[int],
         states: list[dict[str, Any]],
         names: tuple[str, ...],
-        master: str,
     ) -> None:
         self.group, self.params, self.states, self.names = group, params, states, names
         self.dtype, self.device = params[0].dtype, params[0].device
-        half = self.dtype in master_bits.HALF_DTYPES
-        self.half = master_bits.HalfStep(params, states, master) if half else None
+        self.half = self.dtype in master_bits.HALF_DTYPES
         self.sharded = not all_plain(params)
         self.getters = list(map(itemgetter, names))
         self.columns = [locals_of(list(map(getter, states))) for getter in self.getters]
@@ -111,7 +109,7 @@ def batches_of(optimizer: Optimizer, params: list[Tensor], rule: Rule, master: s
             rows = (*names, master_bits.KEYS[master]) if half else names
             states = [_state_of(optimizer, p, names, master) if rows else {} for p in some]
             places = [numbers[id(p)] for p in some]
-            batches.append(Batch(group, some, places, states, rows, master))
+            batches.append(Batch(group, some, places, states, rows))
     return batches
 
 

@@ -211,6 +211,12 @@ class TensorPlan:
 
     def __init__(self, members: Members) -> None:
         self._members = members
+        self._halves = [
+            master_bits.HalfStep(batch.params, batch.columns[-1], members.master)
+            if batch.half
+            else None
+            for batch in members.batches
+        ]
         self._dtypes = list(map(_DTYPE, members.params))
         self._sizes = list(map(Tensor.numel, members.params))
         self._strides = strides_of(locals_of(members.params))
@@ -258,8 +264,8 @@ class TensorPlan:
             if skip:
                 return
             skip = None
-        for batch in self._members.batches:
-            columns, half, count = batch.columns, batch.half, len(batch.names)
+        for batch, half in zip(self._members.batches, self._halves, strict=True):
+            columns, count = batch.columns, len(batch.names)
             own, device = list(batch.own(grads)), batch.device
             moved = Scaling(
                 None if divisor is None else divisor.to(device, non_blocking=True),
@@ -269,7 +275,7 @@ class TensorPlan:
             params, wide = locals_of(batch.params) if batch.sharded else batch.params, own
             if half is not None:
                 count -= 1
-                params, wide = half.begin(columns[count], own)
+                params, wide = half.begin(own)
             steps: list[Tensor] = []
             if count and batch.names[count - 1] == "step":
                 count -= 1

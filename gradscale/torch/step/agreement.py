@@ -10,48 +10,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradscale.torch.distributed.consensus import Consensus, Report
+from gradscale.torch.distributed.consensus import Report
 from gradscale.torch.distributed.groups import Group, part_of_norm
 from gradscale.torch.state import ScaleState
 from gradscale.torch.step.entries import OptimizerEntry
 from gradscale.torch.step.own_losses import OwnLoss
-from gradscale.torch.step.passes import Iteration, Passes
+from gradscale.torch.step.passes import Iteration
 
 if TYPE_CHECKING:
+    from gradscale.torch.step.pipeline import Pipeline
     from gradscale.torch.step.result import Step
 
 
-def agree(
-    consensus: Consensus,
-    state: ScaleState,
-    passes: Passes,
-    entries: Sequence[OptimizerEntry],
-    step: Step,
-    norm: Any = None,
-) -> Any:
+def agree(pipeline: Pipeline, step: Step, norm: Any = None) -> Any:
     """The norm of the gradients of all ranks; everything else is put into the entries.
 
-    Args:
-        consensus: How ranks agree.
-        state: The scale, which must be the same on all of them.
-        passes: The passes that made the gradients.
-        entries: Whose gradients they are.
-        step: The step, which has measured the gradients of this rank.
-        norm: The norm of this rank's gradients, where it is another than was measured first.
+    `norm` is that of this rank's gradients, where it is another than was measured first.
     """
+    state, passes, entries = pipeline.state, pipeline.passes, step.entries
     groups = groups_of(entries)
-    iteration, scale = passes.origin(), step.scale
+    iteration, scale = passes.last or passes.current(), step.scale
     losses = _losses_here(state, iteration)
     if norm is None and step.measured is not None:
         norm = step.measured.stats.norm
-    part = None
-    if norm is not None:
+    part = norm
+    counts = entries[0].counts if len(entries) == 1 else None
+    if norm is not None and step.grads.params and counts is False:
+        part = 0.0
+    elif norm is not None and counts is None:
         # The gradients as they are by now may have to be read again.
         now = scale.unit() if step.in_place else scale
         part = part_of_norm(step.grads.params, groups, norm, now)
     mine = _report(entries, iteration, bool(step.grads.params), part)
     reports = [mine, *(_report_of(loss, entries) for loss in losses)]
-    found, *others = consensus.combine(reports, groups, scale, state)
+    found, *others = pipeline.consensus.combine(reports, groups, scale, state)
     for loss, report in zip(losses, others, strict=True):
         loss.finite, loss.loss_finite = report.non_finite == 0, report.loss_non_finite == 0
         loss.amax, loss.present = report.amax, report.has_gradients > 0
@@ -79,6 +71,8 @@ def agree(
 
 def groups_of(entries: Sequence[OptimizerEntry]) -> list[Group]:
     """The groups that must agree on the gradients of `entries`, all together."""
+    if len(entries) == 1:
+        return entries[0].groups
     found: list[Group] = []
     for entry in entries:
         for group in entry.groups:

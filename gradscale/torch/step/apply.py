@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from gradscale.errors import SettingError
 from gradscale.torch.grads.collect import with_grad, with_grad_of
-from gradscale.torch.step.contract import is_capable
 from gradscale.torch.step.entries import READY, STEPPED
 from gradscale.torch.step.fused import step_fused
 from gradscale.torch.step.loop import (
@@ -96,7 +95,10 @@ def _step_together(
         pipeline.measure(step, amax=True, max_norm=max_norm)
     pipeline.agree(step, max_norm)
     pipeline.decide(step)
-    capable = all(map(is_capable, optimizers))
+    capable = True
+    for entry in entries:
+        supports = getattr(entry.held, "_step_supports_amp_scaling", False)
+        capable = capable and supports and not entry.older
     # Where the decision is read on the host, gradients of a skipped step are left as they are.
     going = not step.skip if isinstance(step.skip, bool) or not capable else True
     if going:

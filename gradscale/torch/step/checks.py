@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradscale.errors import CallOrderError
+from gradscale.torch.distributed.groups import counts_all
 from gradscale.torch.grads import backend
 from gradscale.torch.grads.collect import Gradients, with_grad
 from gradscale.torch.grads.dispatch import capturing
+from gradscale.torch.grads.dtensor import all_plain
 from gradscale.torch.step.entries import OptimizerEntry
 from gradscale.torch.step.result import Step
 from gradscale.torch.step.sharing import drops
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
     from gradscale.torch.step.pipeline import Pipeline
 
 
-def find_groups(pipeline: Pipeline, entry: OptimizerEntry, optimizer: Any) -> None:
-    """Finds the ranks that must agree on the gradients of an entry."""
+def find_groups(pipeline: Pipeline, entry: OptimizerEntry, params: list[Tensor]) -> None:
+    """Finds the ranks that must agree on the gradients of an entry, which has these `params`."""
     groups = pipeline.consensus.groups
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     entry.groups = groups.among(params)
+    plain = all_plain(params)
+    entry.groups_version = groups.version if plain else -1
+    entry.counts = counts_all(entry.groups) if plain else None
     if entry.groups and pipeline.state.live is None:  # another rank has the loss
         pipeline.state.place(params[0].device)
     if not entry.groups and groups.is_unknown() and pipeline.state.live is not None:

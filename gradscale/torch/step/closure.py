@@ -75,7 +75,7 @@ class ClosureStep:
             entry.stats = entry.stats._replace(fits=no)
         step = pipeline.step_of([entry])
         if entry.groups:
-            agree(pipeline.consensus, pipeline.state, pipeline.passes, [entry], step)
+            agree(pipeline, step)
         pipeline.decide(step)
         step.loss = result
         pipeline.record(step)
@@ -122,7 +122,8 @@ class ClosureStep:
             raise CallOrderError(f"The closure returned {what}. Return the loss itself, unscaled.")
         self._evaluations += 1
         if has_ranks():
-            find_groups(pipeline, entry, self._optimizer)
+            groups = self._optimizer.param_groups
+            find_groups(pipeline, entry, [p for group in groups for p in group["params"]])
         step = pipeline.step_of([entry])
         pipeline.measure(step, unscale=True)
         stats: GradStats = entry.found()  # type: ignore[assignment]

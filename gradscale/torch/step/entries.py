@@ -59,8 +59,12 @@ class OptimizerEntry:
     """What a kernel has decided about its gradients, see `fields.DECISION`."""
     blame: Any = None
     """The parameters to blame, where they were looked for at once."""
+    groups_version = -1
+    """That of `Groups` when its groups were found; -1 if they must be found again."""
+    counts: bool | None = None
+    """Whether this rank counts its gradients in norms; None if that differs by parameter."""
     agreed = False
-    """Whether they have, in this iteration."""
+    """Whether its groups have agreed, in this iteration."""
     bad_rank: Any = None
     """The lowest rank that found something not finite, where ranks have agreed."""
     held_back: Any = None

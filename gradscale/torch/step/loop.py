@@ -334,6 +334,8 @@ def _folded(pipeline: Pipeline, checked: list[OptimizerEntry], iteration: Iterat
     amax = None
     if state.policy.goes_by:
         amax = _amax(pipeline, stats, iteration)
+    if len(checked) == 1:
+        return GradStats(finite=finite, fits=fits, amax=amax)
     groups = groups_of(checked)
     kinds = {frozenset(id(group.process) for group in entry.groups) for entry in checked}
     if len(kinds) > 1 and groups:

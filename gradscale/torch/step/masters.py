@@ -8,7 +8,8 @@ factor. The gradients of the weights stay as they are, so nothing is lost if the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,8 +19,7 @@ from gradscale.policy import GradStats
 from gradscale.torch.grads import backend
 from gradscale.torch.grads.collect import Gradients, with_grad, with_grad_of
 from gradscale.torch.grads.reference import clamp
-from gradscale.torch.grads.scale import Scale, constant
-from gradscale.torch.step.contract import is_capable, step_on_device
+from gradscale.torch.grads.scale import Scale
 from gradscale.torch.step.entries import UNSCALED, OptimizerEntry
 from gradscale.torch.step.rescale import limit_elements
 from gradscale.torch.step.result import Step
@@ -44,6 +44,9 @@ class MasterAdapter(Protocol):
     def write_back(self, done: bool) -> None:
         """Puts the weights back into the groups; if `done`, written from the masters."""
 
+    def stepped(self, factor: Tensor) -> AbstractContextManager[None]:
+        """`gradients()` before the block, and `write_back()` after it, done unless it raises."""
+
     def weight_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, with weights also while masters are in their places."""
 
@@ -55,17 +58,6 @@ class MasterAdapter(Protocol):
 
     def aliases(self) -> dict[int, Tensor]:
         """The weights of the masters that are in the groups now, by the id of the master."""
-
-
-def uses_masters(entries: Iterable[OptimizerEntry], params: list[Tensor]) -> bool:
-    """Whether a step with the gradients of `params` needs the adapters of `entries`."""
-    return any(entry.masters is not None and entry.masters.needed(params) for entry in entries)
-
-
-def must_judge_fit(step: Step) -> bool:
-    """Whether unscaled gradients may be too large for the half weights, and not for masters."""
-    number = step.scale.number
-    return step.masters and not step.in_place and (number is None or number < 1.0)
 
 
 def fits_float32(stats: GradStats, scale: Scale) -> Any:
@@ -84,50 +76,18 @@ def judge_fit(step: Step) -> None:
         entry.stats = stats._replace(fits=fits_float32(stats, step.scale))
 
 
-def factor_of(step: Step) -> Tensor:
-    """float32: what gradients are multiplied by, to be unscaled, clipped and weighed."""
-    clip = 1.0 if step.limit is not None else step.clip
-    if step.scale.number is not None:
-        number = clip / step.weight / (1.0 if step.in_place else step.scale.number)
-        return torch.full((), number, dtype=torch.float32, device="cpu")
-    inverse = step.scale.unit().inverse if step.in_place else step.scale.inverse
-    return (inverse * clip / step.weight).float()
-
-
-def step_with_masters(
-    pipeline: Pipeline, entry: OptimizerEntry, step: Step, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Steps one optimizer of a step in which some have masters; what its `step()` returned."""
-    optimizer = entry.held
-    found_inf = constant(0.0) if step.skip is False else step.skip
-    masters: MasterAdapter | None = entry.masters
-    if masters is None:  # one of gradscale.torch.optim
-        scale = None
-        if step.limit is None:
-            scale = factor_of(step).reciprocal() if step.in_place else step.divisor()
-        return step_on_device(optimizer, scale, found_inf, args, kwargs)
-    masters.gradients(factor_of(step))
-    done = False
-    try:
-        if step.limit is not None:
-            grads = Gradients(with_grad(optimizer.param_groups))
-            clamp(grads.values, step.limit)
-            _multiply(grads, step.clip)
-        if is_capable(optimizer):
-            result = step_on_device(optimizer, None, found_inf, args, kwargs)
-        else:
-            result = optimizer.step(*args, **kwargs)
-        done = True
-        return result
-    finally:
-        masters.write_back(done)
+def clip_masters(optimizer: Any, limit: float, clip: Any) -> None:
+    """Clips the gradients of masters that are in the groups, by value and then by a factor."""
+    grads = Gradients(with_grad(optimizer.param_groups))
+    clamp(grads.values, limit)
+    _multiply(grads, clip)
 
 
 def clip_value_of_masters(
     pipeline: Pipeline, step: Step, limit: float, max_norm: float | None
 ) -> None:
     """Finds what clips gradients after they are clipped by value, all of them in float32."""
-    factor, entered = factor_of(step), []
+    factor, entered = step.factor(), []
     plain = [entry.held for entry in step.entries if entry.masters is None]
     if plain:
         backend.multiply(Gradients(with_grad_of(plain)), factor)

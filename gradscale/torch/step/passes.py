@@ -260,7 +260,7 @@ class Passes:
         iteration.blank = None
         self.last = iteration
         if self.entries.consensus.groups.wrappers:
-            iteration.unreduced |= not self.entries.consensus.is_reducing()
+            iteration.unreduced |= not self.is_reducing()
         if self.watched:
             self.compare()
         self.entries.gone.clear()
@@ -310,11 +310,16 @@ class Passes:
             elif changed:
                 self.entries.refuse_sharing(changed)
 
+    def is_reducing(self) -> bool:
+        """Whether all wrapped modules reduce the gradients of a pass: none is in no_sync()."""
+        wrappers = self.entries.consensus.groups.wrappers
+        return all(reduces(each) for ref, reduces in wrappers if (each := ref()) is not None)
+
     def refuse_unreduced(self, what: str) -> None:
         """Raises if gradients that are not reduced over ranks would be set aside, and stay so."""
         iteration = self.iteration
         left = iteration is not None and iteration.unreduced
-        if left or not self.entries.consensus.is_reducing():
+        if left or not self.is_reducing():
             raise CallOrderError(
                 f"The gradients of a loss with {what} are looked at on their own, so every pass of "
                 "the step must be reduced: not in no_sync(), with set_requires_gradient_sync(True)."

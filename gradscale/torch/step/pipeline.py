@@ -19,6 +19,7 @@ from gradscale.policy import GradStats
 from gradscale.torch.distributed.consensus import Consensus
 from gradscale.torch.grads import backend, reference
 from gradscale.torch.grads.collect import Gradients, with_grad, with_grad_of
+from gradscale.torch.grads.dtensor import PLAIN
 from gradscale.torch.grads.fields import value_at
 from gradscale.torch.grads.reference import Measurement, clip_factor
 from gradscale.torch.grads.scale import constant
@@ -34,12 +35,7 @@ from gradscale.torch.step.entries import (
     OptimizerEntry,
     refuse_stage,
 )
-from gradscale.torch.step.masters import (
-    judge_fit,
-    must_judge_fit,
-    step_with_masters,
-    uses_masters,
-)
+from gradscale.torch.step.masters import clip_masters, judge_fit
 from gradscale.torch.step.passes import Passes, rescale
 from gradscale.torch.step.result import Step, blame_before_clipping, blame_of
 from gradscale.torch.step.sharing import unscaled_among
@@ -95,7 +91,10 @@ class Pipeline:
         """The entry of `optimizer`; a CallOrderError if `call` cannot come now."""
         entry = self.entries.of(optimizer, call)
         if dist.is_available() and dist.is_initialized():
-            checks.find_groups(self, entry, optimizer)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            same = entry.groups_version == self.consensus.groups.version
+            if not same or not entry.groups or not set(map(type, params)) <= PLAIN:
+                checks.find_groups(self, entry, params)
         if self.state.live is None:
             self.state.placed(f"{call}()")
         if self.passes.watched:
@@ -145,8 +144,8 @@ class Pipeline:
             params = with_grad_of([entry.held for entry in entries])
         step = Step(entries, Gradients(params), self.passes.scale_of(entries[0]))
         for entry in entries:
-            if entry.masters is not None:
-                step.masters = uses_masters(entries, params)
+            if entry.masters is not None and entry.masters.needed(params):
+                step.masters = True
         return step
 
     # Measure.
@@ -184,7 +183,9 @@ class Pipeline:
             pass
         elif step.grads.params:
             scale = step.scale.unit() if step.in_place else step.scale
-            wide = step.masters and must_judge_fit(step)
+            # Unscaled gradients may be too large for half weights, and not for their masters.
+            low = scale.number is None or scale.number < 1.0
+            wide = step.masters and not step.in_place and low
             measure = backend.measure if scale.number is None else reference.measure
             found = measure(
                 step.grads,
@@ -284,7 +285,7 @@ class Pipeline:
         """Combines what was found with the other ranks that must decide alike."""
         for entry in step.entries:
             if entry.groups:
-                norm = agree(self.consensus, self.state, self.passes, step.entries, step)
+                norm = agree(self, step)
                 if max_norm is not None:
                     step.clip = clip_factor(norm, max_norm)
                 return
@@ -337,14 +338,23 @@ class Pipeline:
         self, entry: OptimizerEntry, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Steps one optimizer with what is still in its gradients divided out."""
-        if step.masters:
-            return step_with_masters(self, entry, step, args, kwargs)
         optimizer = entry.held
-        supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if not supports or entry.older:
+        supports = getattr(optimizer, "_step_supports_amp_scaling", False) and not entry.older
+        if step.masters and entry.masters is not None:
+            with entry.masters.stepped(step.factor()):
+                if step.limit is not None:
+                    clip_masters(optimizer, step.limit, step.clip)
+                if not supports:
+                    return optimizer.step(*args, **kwargs)
+                found_inf = constant(0.0) if step.skip is False else step.skip
+                return step_on_device(optimizer, None, found_inf, args, kwargs)
+        if not supports:
             return optimizer.step(*args, **kwargs)
         scale = None if step.in_place else step.divisor()
-        if step.in_place and step.measured is not None and not writes_back(optimizer):
+        if step.masters:  # another optimizer of the step has them
+            scale = step.factor().reciprocal() if step.in_place else scale
+            scale = None if step.limit is not None else scale
+        elif step.in_place and step.measured is not None and not writes_back(optimizer):
             scale = step.scale.unit().tensor  # who did not call unscale_() gets one, as in torch
         if step.skip is not False or "grad_scale" in vars(optimizer):
             found_inf = constant(0.0) if step.skip is False else step.skip

@@ -45,8 +45,4 @@ def limit_elements(pipeline: Pipeline, step: Step, limit: float, max_norm: float
         found = backend.measure(step.grads, step.scale.unit(), max_norm=max_norm)
         step.clip = found.clip
         if any(entry.groups for entry in step.entries):
-            norm = found.stats.norm
-            norm = agree(
-                pipeline.consensus, pipeline.state, pipeline.passes, step.entries, step, norm
-            )
-            step.clip = clip_factor(norm, max_norm)
+            step.clip = clip_factor(agree(pipeline, step, found.stats.norm), max_norm)

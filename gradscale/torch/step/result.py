@@ -77,6 +77,16 @@ class Step:
         # Without clipping the quotient is exact; with it, rounded like any other.
         return (scale.inverse * clip).reciprocal() * weight
 
+    def factor(self) -> Tensor:
+        """float32: what gradients are multiplied by, to be unscaled, clipped and weighed."""
+        clip = 1.0 if self.limit is not None else self.clip
+        scale = self.scale
+        if scale.number is not None:
+            number = clip / self.weight / (1.0 if self.in_place else scale.number)
+            return torch.full((), number, dtype=torch.float32, device="cpu")
+        inverse = scale.unit().inverse if self.in_place else scale.inverse
+        return (inverse * clip / self.weight).float()
+
     def drop_gradients(self) -> None:
         """Drops the references to the gradients, which would keep them alive."""
         self.optimizers = [entry.held for entry in self.entries]

@@ -71,7 +71,7 @@ def dtypes(model: Net) -> tuple[torch.dtype, torch.dtype]:
     ],
 )
 def test_override_is_taken(level: str, name: str, given: Any, want: Any) -> None:
-    options = settle(level, {name: given})
+    options = settle(level, **{name: given})
     assert getattr(options, name) == want
     others = [field for field in vars(LEVELS[level]) if field != name]
     assert all(getattr(options, field) == getattr(LEVELS[level], field) for field in others)

@@ -20,6 +20,8 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import MixedPrecision
 from gradscale.torch.mixed_precision.casting import NORMS, CastForward, cast, lift, widen_states
 from gradscale.torch.mixed_precision.masters import Masters
+from gradscale.torch.optim import SGD as OwnSGD
+from gradscale.torch.optim import master_bits
 from gradscale.torch.telemetry.names import bare
 
 torch.set_num_threads(1)
@@ -651,3 +653,40 @@ def test_lists_in_a_state_are_loaded_unrounded(saved: str) -> None:
 def test_bad_mode_is_named() -> None:
     with pytest.raises(SettingError, match="master must be one of float32, split, got 'both'"):
         Masters(optim.SGD(weights(torch.float16)), "both")
+
+
+@both_modes
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("own", [True, False])
+def test_small_weights_are_stepped_as_one_to_the_bit(
+    mode: str, dtype: torch.dtype, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for elements in (2**20, -1):  # as one flat tensor, and each on its own
+        monkeypatch.setattr(master_bits, "_FEW_ELEMENTS", elements)
+        torch.manual_seed(0)
+        shapes = [(3,), (2, 2), (), (0,), (5,)]
+        params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+        params[0].data[0] = 65504.0  # which the steps make larger
+        optimizer: Any = (OwnSGD if own else optim.SGD)(params, lr=8.0, momentum=0.9)
+        masters = None if own else Masters(optimizer, mode)
+        if own:
+            optimizer.keep_masters(mode)
+        for step in range(4):
+            for param in params:
+                param.grad = torch.randn(param.shape).to(dtype)
+            params[0].grad[0] = -10.0
+            if step == 2:
+                params[4].grad[1] = torch.nan
+                with torch.no_grad():
+                    params[1].mul_(2.0)  # by hand: the master follows
+            if masters is None:
+                optimizer.step()
+            else:
+                step_masters(masters, optimizer)
+        wholes = [] if masters is None else masters.params()
+        states = [value for param in params for value in optimizer.state[param].values()]
+        runs.append([value.clone() for value in (*params, *wholes, *states)])
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one.nan_to_num(1e4), other.nan_to_num(1e4))
+    assert runs[0][0][0] == (65504.0 if dtype is torch.float16 else runs[0][0][0])
