@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,17 @@ from torch.optim.lr_scheduler import StepLR
 
 import gradscale as gs
 from cpu_graph import keep_in_tensors
-from gradscale.torch import GradScaler
+from gradscale.torch import GradScaler, MixedPrecision
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
 
 
 def weight(value: float = 0.0, **options: Any) -> Tensor:
     return torch.full((1,), value, requires_grad=True, **options)
+
+
+def _precision(**settings: Any) -> MixedPrecision:
+    model = torch.nn.Linear(1, 1)
+    return MixedPrecision(model, SGD(model.parameters(), lr=1.0), "fp16", **settings)
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -63,6 +69,43 @@ def test_passes_that_were_dropped_are_made_up_for_once(tensors: bool) -> None:
     scaler.update()
     assert w.item() == -2.0
     assert int(scaler.outcome(optimizer).dropped) == 1
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_dropped_passes_whose_gradients_were_cleared_are_not_made_up_for(tensors: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    if tensors:
+        keep_in_tensors(scaler)
+    w = weight()
+    optimizer = SGD([w], lr=1.0)
+    for known in range(2):
+        scaler.backward(w.sum(), droppable=True)
+        scaler.backward(((w - w.detach()) * 3e38).sum(), droppable=True)
+        optimizer.zero_grad()  # this window is given up
+        scaler.backward(w.sum(), droppable=True)
+        scaler.backward(w.sum(), droppable=True)
+        outcome = scaler.apply(optimizer)
+        assert outcome.dropped is None or int(outcome.dropped) == 0
+        assert w.item() == -2.0 * (known + 1)
+    assert scaler.get_scale() == 1.0  # the overflows count all the same
+    scaler.backward(w.sum(), droppable=True)
+    optimizer.zero_grad()
+    scaler.backward(w.sum())  # nothing of a droppable pass is left in its step
+    scaler.apply(optimizer)
+    assert w.item() == -5.0
+
+
+def test_a_droppable_pass_of_one_optimizer_does_not_count_for_another() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    a, b = weight(), weight()
+    often, seldom = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    scaler.watch(seldom)
+    scaler.backward((a + b).sum(), droppable=True)
+    scaler.apply(often)
+    scaler.backward(a.sum(), droppable=True)  # reaches the first alone
+    scaler.apply(often)
+    scaler.apply(seldom)
+    assert (a.item(), b.item()) == (-2.0, -1.0)
 
 
 @pytest.mark.parametrize("policy", [gs.Headroom, gs.LogMax, gs.Histogram])
@@ -192,18 +235,29 @@ def test_a_disabled_scaler_without_update_does_not_grow() -> None:
             scaler.step(optimizer)
             optimizer.zero_grad()
         gc.collect()
-        ours = tracemalloc.take_snapshot().filter_traces(
-            [tracemalloc.Filter(True, "*/gradscale/*")]
-        )
-        return sum(trace.size for trace in ours.traces)
+        ours = tracemalloc.Filter(True, "*/gradscale/*")  # what others allocate does not count
+        traces = tracemalloc.take_snapshot().filter_traces([ours]).traces
+        return sum(trace.size for trace in traces)
 
     tracemalloc.start()
     before = run(50)
     grown = run(2000) - before
     tracemalloc.stop()
-    assert (
-        grown < 2000 * 8
-    )  # one reference per step would be more; what others allocate is not counted
+    assert grown < 2000 * 8  # one reference per step would be more
+
+
+def test_a_disabled_scaler_does_not_keep_optimizers() -> None:
+    scaler, w = GradScaler("cpu", enabled=False), weight()
+    gone = []
+    for _ in range(3):
+        optimizer = SGD([w], lr=1.0)
+        gone.append(weakref.ref(optimizer))
+        scaler.scale(w.sum()).backward()
+        scaler.step(optimizer)
+        del optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+    assert scaler.outcome().applied
 
 
 def test_a_copied_sharded_scaler_still_has_losses_on_every_rank(one_rank: Any) -> None:
@@ -237,11 +291,60 @@ def test_one_scaler_of_two_threads_keeps_both_right() -> None:
     assert [param.item() for param in params] == [-50.0, -50.0]
 
 
+def test_a_second_thread_must_wait_for_the_end_of_an_iteration() -> None:
+    # In the middle of one, it would read gradients that the other thread's pass is writing.
+    scaler, params = GradScaler("cpu", init_scale=2.0**8), [weight() for _ in range(2)]
+    optimizers = [SGD([param], lr=1.0) for param in params]
+    scaled, end = threading.Event(), threading.Event()
+
+    def train() -> None:
+        loss = scaler.scale(params[0].sum())
+        scaled.set()
+        end.wait()
+        loss.backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    scaled.wait()
+    calls: list[Callable[[], object]] = [
+        lambda: scaler.scale(params[1].sum()),
+        lambda: scaler.backward(params[1].sum(), loss_id=1),
+        lambda: scaler.unscale_(optimizers[1]),
+        lambda: scaler.step(optimizers[1]),
+        lambda: scaler.apply(optimizers[1]),
+        scaler.update,
+    ]
+    for call in calls:
+        with pytest.raises(gs.CallOrderError, match="second thread"):
+            call()
+    assert scaler.state_dict()["scale"] == scaler.get_scale()  # whoever reads may
+    end.set()
+    thread.join()
+    scaler.backward(params[1].sum())
+    scaler.apply(optimizers[1])
+    assert [param.item() for param in params] == [-1.0, -1.0]
+
+
+def test_an_iteration_of_a_thread_that_died_is_taken_over() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    thread = threading.Thread(target=lambda: scaler.scale(w.sum()))
+    thread.start()
+    thread.join()
+    scaler.backward(w.sum())
+    scaler.apply(SGD([w], lr=1.0))
+    assert w.item() == -1.0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: GradScaler("cpu", policy="dynamic"), r"policy must be .*Dynamic"),
         (lambda: GradScaler("cpu", policy=gs.Headroom), r"Headroom\(\)"),
+        (lambda: _precision(policy="dynamic"), r"policy must be .*Dynamic"),
+        (lambda: _precision(policy=gs.Headroom), r"Headroom\(\)"),
+        (lambda: _precision(init_scale=4.0), r"Headroom\(init_scale=4\.0\)"),
         (lambda: GradScaler("cpu", min_scale=8.0, max_scale=4.0), r"min_scale.*8\.0.*4\.0"),
         (lambda: GradScaler("cpu", policy=gs.Dynamic(), init_scale=4.0), "policy"),
         (lambda: GradScaler("cpu").apply(torch.nn.Linear(1, 1)), "pass the optimizer"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
-from gradscale.policy import Dynamic, Headroom, Off, Policy, Static
+from gradscale.policy import Dynamic, Headroom, Off, Policy, Static, as_policy
 from gradscale.torch.mixed_precision import state
 from gradscale.torch.mixed_precision.accumulation import Accumulation
 from gradscale.torch.mixed_precision.casting import Keep, device_of
@@ -86,6 +86,7 @@ class MixedPrecision:
         if policy is None:
             half = self.mode.passes == "float16"
             policy = Headroom() if half else Static(init_scale=1.0)
+        policy = as_policy(policy)
         if not isinstance(policy, Static | Off | Dynamic):  # all others have a format
             policy = replace(policy, format=self.mode.passes)
         self._device = device_of(self.models[0]).type

@@ -25,6 +25,7 @@ from gradscale.torch.step.passes import Iteration
 from gradscale.torch.step.pipeline import Pipeline
 from gradscale.torch.step.rescale import unscale_and_clip
 from gradscale.torch.step.result import Step
+from gradscale.torch.step.thread import check_thread
 
 Moves = list[tuple[int | str, Any, Any, float]]
 """Loss, scale before and after, and floor, of every scale that may have moved."""
@@ -181,6 +182,7 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
     state, passes, monitor = pipeline.state, pipeline.passes, pipeline.monitor
     if state.live is None:
         state.placed("update()")
+    check_thread(passes)
     iteration = passes.last or passes.current()
     moves: Moves = []
     if new_scale is not None:

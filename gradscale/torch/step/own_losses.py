@@ -23,7 +23,7 @@ from gradscale.torch.grads.reference import count_bad, measure, multiply, zero
 from gradscale.torch.grads.scale import Scale, move
 from gradscale.torch.step.entries import UNSCALED, OptimizerEntry
 from gradscale.torch.step.passes import Iteration, Passes
-from gradscale.torch.step.sharing import DroppablePass
+from gradscale.torch.step.sharing import DroppablePass, forget_cleared
 
 
 class OwnLoss:
@@ -121,7 +121,9 @@ def backward_droppable(
 
     On all ranks, or on none: `agreed` combines a flag with those of other ranks.
     """
+    last_plain = passes.last_plain
     with _apart(scaled, passes, known, kwargs, "droppable=True") as made:
+        passes.last_plain = last_plain
         grads = Gradients(made)
         stats = measure(grads, passes.current().scale).stats
         dropped = agreed(stats.finite & stats.fits, made) ^ True
@@ -169,10 +171,13 @@ def _apart(
     if begins:
         passes.begin_pass(iteration)
     passes.bring(iteration.scale)  # what is set aside below
+    if passes.droppable:
+        forget_cleared(passes, [*leaves, *others])
     before = [(leaf, leaf.grad, _set_aside(leaf)) for leaf in leaves]
     before += [(param, param.grad, None) for param in others]
     for param in others:
         param.grad = None
+    passes.aside = True
     try:
         with torch.enable_grad():
             torch.autograd.backward(scaled, **kwargs)
@@ -180,6 +185,8 @@ def _apart(
         for leaf, grad, copy in before:
             leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
         raise
+    finally:
+        passes.aside = False
     lost = any(leaf.grad is None for leaf in leaves) and has_ranks()
     if lost and all(param.grad is None for param in others):
         raise CallOrderError(

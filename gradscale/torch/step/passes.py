@@ -11,6 +11,7 @@ anything.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import weakref
 from functools import partial
@@ -26,10 +27,11 @@ from gradscale.torch.grads.reference import multiply
 from gradscale.torch.grads.scale import Scale, move, times
 from gradscale.torch.state import HALF_LOSS_SCALE, LossId, ScaleState
 from gradscale.torch.step.entries import UNSCALED, Entries, OptimizerEntry, version_of
+from gradscale.torch.step.sharing import DroppablePass, forget_cleared
+from gradscale.torch.step.thread import claim
 
 if TYPE_CHECKING:
     from gradscale.torch.step.own_losses import OwnLoss
-    from gradscale.torch.step.sharing import DroppablePass
 
 
 class Iteration:
@@ -65,6 +67,8 @@ class Iteration:
     with their own scale."""
     unreduced = False
     """Whether a pass left gradients that were not reduced over ranks, as in no_sync()."""
+    thread: int | None = None
+    """The thread that scales its losses and steps."""
 
     def __init__(self, scale: Scale, captured: bool) -> None:
         self.scale = scale
@@ -126,6 +130,10 @@ class Passes:
         """The iteration in which the last pass began."""
         self.count = 0
         """Passes that have begun."""
+        self.last_plain = 0
+        """The count with the last pass that was not droppable."""
+        self.aside = False
+        """Whether gradients have been set aside for a pass that is checked on its own."""
         self.scaled = 0
         """Losses that were scaled."""
         self.last_scaled: Any = _nothing
@@ -138,6 +146,7 @@ class Passes:
         """The droppable passes whose gradients some optimizer has not stepped yet."""
         self._warned_half = False
         self._task = -1
+        self.lock = threading.Lock()
         self.watched: list[_Watched] = []
         """Unscaled gradients that a pass may change, until it has ended."""
 
@@ -205,6 +214,9 @@ class Passes:
         half = loss.dtype is torch.float16
         if half:
             self.check_half()
+        iteration = self.iteration
+        if iteration is None or iteration.thread != threading.get_ident():
+            claim(self, half)
         iteration = self.current(half)
         iteration.half = iteration.half or half
         self.scaled += 1
@@ -255,7 +267,11 @@ class Passes:
 
     def begin_pass(self, iteration: Iteration) -> None:
         """Prepares the entries for a pass of `iteration` that may add to their gradients."""
+        if self.droppable and not self.aside:
+            groups = [group for entry in self.entries.all for group in entry.param_groups()]
+            forget_cleared(self, [param for group in groups for param in group["params"]])
         self.count += 1
+        self.last_plain = self.count
         iteration.passes += 1
         iteration.blank = None
         self.last = iteration

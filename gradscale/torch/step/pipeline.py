@@ -39,6 +39,7 @@ from gradscale.torch.step.masters import clip_masters, judge_fit
 from gradscale.torch.step.passes import Passes, rescale
 from gradscale.torch.step.result import Step, blame_before_clipping, blame_of
 from gradscale.torch.step.sharing import unscaled_among
+from gradscale.torch.step.thread import check_thread
 from gradscale.torch.telemetry.monitor import Monitor
 
 
@@ -97,6 +98,7 @@ class Pipeline:
                 checks.find_groups(self, entry, params)
         if self.state.live is None:
             self.state.placed(f"{call}()")
+        check_thread(self.passes)
         if self.passes.watched:
             self.passes.compare()  # of a pass that raised
         if entry.stage is UNSCALED and entry.held is None and not with_grad(optimizer.param_groups):

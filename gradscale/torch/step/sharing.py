@@ -29,6 +29,14 @@ class DroppablePass(NamedTuple):
     """bool: whether it was left out."""
 
 
+def forget_cleared(passes: Passes, params: list[Tensor]) -> None:
+    """Has droppable passes reach those of `params` no more whose gradients are gone."""
+    gone = {id(param) for param in params if param.grad is None}
+    if gone:
+        left = [each._replace(params=each.params - gone) for each in passes.droppable]
+        passes.droppable = left
+
+
 def drops(passes: Passes, entry: OptimizerEntry) -> tuple[int, Any]:
     """How many droppable passes reached an entry since its last step, and how many were bad."""
     mine = [each for each in passes.droppable if each.number > entry.stepped_at]
@@ -36,11 +44,11 @@ def drops(passes: Passes, entry: OptimizerEntry) -> tuple[int, Any]:
         return 0, None
     ids = entry.param_ids()
     reached = [each for each in mine if not each.params.isdisjoint(ids)]
-    since = passes.count - max(entry.stepped_at, 0)
-    if reached and len(mine) != since:
+    stepped_at = max(entry.stepped_at, 0)
+    if reached and passes.last_plain > stepped_at:
         raise CallOrderError(
-            f"{len(mine)} of {since} losses had droppable=True, so what is left out cannot be "
-            "made up for. Give it to all losses of a step, or to none."
+            f"{len(mine)} of {passes.count - stepped_at} losses had droppable=True, so what is "
+            "left out cannot be made up for. Give it to all losses of a step, or to none."
         )
     dropped: Any = 0
     for each in reached:

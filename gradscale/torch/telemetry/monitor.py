@@ -10,6 +10,7 @@ events go first.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -84,8 +85,8 @@ class Monitor:
         """Keeps the outcome of a step that a disabled scaler took."""
         # One for each optimizer: with a disabled scaler, update() need not be called.
         key = self.key_of(optimizers)
-        self.steps = [each for each in self.steps if self.key_of(each.optimizers) != key]
-        self.steps.append(PlainStep(list(optimizers), outcome))
+        others = [each for each in self.steps if self.key_of(each.optimizers) not in (key, _NOBODY)]
+        self.steps = [*others, PlainStep(optimizers, outcome)]
 
     def key_of(self, optimizers: Sequence[Any]) -> frozenset[int]:
         """The ids of the optimizers that step together, without their wrappers."""
@@ -263,6 +264,8 @@ class Monitor:
 
 
 _NO_LAYOUT = Layout((), ())
+_NOBODY: frozenset[int] = frozenset()
+"""The key of a step whose optimizers are gone."""
 
 
 def _warn_of_loss(count: int) -> None:
@@ -275,14 +278,23 @@ def _warn_of_loss(count: int) -> None:
 
 
 class PlainStep:
-    """A step that a disabled scaler took."""
+    """A step that a disabled scaler took; it does not keep the optimizers alive."""
 
-    __slots__ = ("_outcome", "losses_finite", "optimizers", "row", "skip")
+    __slots__ = ("_outcome", "_refs", "losses_finite", "row", "skip")
 
-    def __init__(self, optimizers: list[Any], outcome: StepOutcome) -> None:
+    def __init__(self, optimizers: Sequence[Any], outcome: StepOutcome) -> None:
         self.optimizers = optimizers
         self.skip, self.losses_finite, self.row = False, True, 0
         self._outcome = outcome
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that it stepped and that are still there."""
+        return [optimizer for ref in self._refs if (optimizer := ref()) is not None]
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[Any]) -> None:
+        self._refs = [weakref.ref(optimizer) for optimizer in optimizers]
 
     def outcome(self) -> StepOutcome:
         """What became of it."""
