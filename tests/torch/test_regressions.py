@@ -108,6 +108,85 @@ def test_a_droppable_pass_of_one_optimizer_does_not_count_for_another() -> None:
     assert (a.item(), b.item()) == (-2.0, -1.0)
 
 
+@pytest.mark.parametrize("tensors", [False, True])
+def test_what_is_made_up_for_is_clipped_too_and_counted_for_each_optimizer(tensors: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    if tensors:
+        keep_in_tensors(scaler)
+    a, b = weight(), weight()
+    optimizers = [SGD([a], lr=1.0), SGD([b], lr=1.0)]
+    scaler.backward((3.0 * a).sum(), droppable=True)
+    scaler.backward((a * math.inf).sum(), droppable=True)
+    scaler.backward((8.0 * b).sum(), droppable=True)  # of two for the first, and one for this
+    outcome = scaler.apply(optimizers, clip_norm=5.0)
+    assert float(outcome.grad_norm) == pytest.approx(10.0)  # type: ignore[arg-type]
+    assert [a.item(), b.item()] == pytest.approx([-3.0, -4.0])
+    assert int(outcome.dropped) == 1
+    scaler.backward((3.0 * a).sum(), droppable=True)
+    scaler.backward((a * math.inf).sum(), droppable=True)
+    norm = scaler.clip_grad_norm_(optimizers[0], 3.0)
+    scaler.step(optimizers[0])
+    assert (norm.item(), a.item()) == (pytest.approx(6.0), pytest.approx(-6.0))
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_gradients_unscaled_after_an_update_are_not_added_to(tensors: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    if tensors:
+        keep_in_tensors(scaler)
+    a, b = weight(), weight()
+    often, seldom = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    scaler.watch(seldom)
+    scaler.scale((a + b).sum()).backward()
+    scaler.step(often)
+    scaler.update()
+    scaler.unscale_(seldom)  # of the iteration before
+    scaler.scale(b.sum()).backward()
+    with pytest.raises(gs.CallOrderError, match="added scaled gradients"):
+        scaler.step(seldom)
+    assert b.item() == 0.0
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_gradients_that_lack_a_bad_loss_are_not_stepped_later_either(tensors: bool) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    if tensors:
+        keep_in_tensors(scaler)
+    a, b = weight(), weight()
+    often, seldom = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    scaler.watch(seldom)
+    scaler.backward((a + b).sum())
+    scaler.backward((b * math.inf).sum(), loss_id=1)
+    scaler.apply(often)
+    for applied in (False, True):
+        scaler.backward((a + b).sum())
+        scaler.apply([seldom])
+        assert scaler.outcome(seldom).applied == applied
+    assert b.item() == -1.0
+    scaler.backward(b.sum())
+    scaler.backward((b * math.inf).sum(), loss_id=1)
+    scaler.apply(often)
+    seldom.zero_grad()  # what lacks the loss is gone
+    scaler.backward(b.sum())
+    assert scaler.apply(seldom).applied
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_bad_pass_after_the_step_does_not_spoil_the_means_of_a_policy(tensors: bool) -> None:
+    scaler = GradScaler("cpu", policy=gs.LogMax())
+    if tensors:
+        keep_in_tensors(scaler)
+    w = weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward(w.sum(), loss_id=1)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.backward(((w - w.detach()) * 3e38).sum())  # the next batch, before update()
+    scaler.update()
+    assert scaler.get_scale() == gs.LogMax().init_scale
+    assert math.isfinite(scaler.state_dict()["gradscale"]["state"]["mean"])
+
+
 @pytest.mark.parametrize("policy", [gs.Headroom, gs.LogMax, gs.Histogram])
 def test_a_large_loss_with_its_own_scale_leaves_the_common_scale_alone(policy: Any) -> None:
     def scales(large: bool) -> list[float]:

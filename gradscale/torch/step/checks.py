@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from gradscale.errors import CallOrderError
 from gradscale.torch.distributed.groups import counts_all
 from gradscale.torch.grads import backend
-from gradscale.torch.grads.collect import Gradients, with_grad
+from gradscale.torch.grads.collect import Gradients, values_of, with_grad
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.grads.dtensor import all_plain
+from gradscale.torch.grads.reference import multiply
+from gradscale.torch.grads.scale import constant
 from gradscale.torch.step.entries import OptimizerEntry
 from gradscale.torch.step.result import Step
-from gradscale.torch.step.sharing import drops
+from gradscale.torch.step.sharing import droppable_passes
 
 if TYPE_CHECKING:
     from gradscale.torch.step.pipeline import Pipeline
@@ -69,18 +72,29 @@ def refuse_used(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:
 
 
 def weigh(pipeline: Pipeline, step: Step) -> None:
-    """Has the droppable passes that were kept weigh as much as all of them."""
+    """Has the droppable passes that were kept weigh as much as all of them.
+
+    In place, so that norms are those of what is stepped; once, however often a step is asked for.
+    """
+    weighed = pipeline.passes.weighed
     for entry in step.entries:
-        reached, dropped = drops(pipeline.passes, entry)
+        reached = droppable_passes(pipeline.passes, entry)
         if not reached:
             continue
-        step.dropped = dropped
-        if isinstance(dropped, Tensor):
-            kept: Any = (reached - dropped).clamp(min=1).float()
+        dropped: Any = sum(each.dropped for each in reached)
+        known = step.dropped
+        if isinstance(known, Tensor):
+            step.dropped = torch.maximum(known, dropped)
         else:
-            kept = max(reached - dropped, 1)
-        step.weight = kept / reached
-        step.skip = step.skip | (dropped >= reached)
+            step.dropped = dropped if known is None else max(known, dropped)
+        step.skip = step.skip | (dropped >= len(reached))
+        last = reached[-1].number
+        params = [p for p in with_grad(entry.held.param_groups) if weighed.get(id(p)) != last]
+        weighed.update({id(p): last for p in params})
+        if isinstance(dropped, Tensor):
+            multiply(values_of(params), len(reached) / (len(reached) - dropped).clamp(min=1))
+        elif 0 < dropped < len(reached):
+            multiply(values_of(params), constant(len(reached) / (len(reached) - dropped)))
 
 
 def measure_shared(

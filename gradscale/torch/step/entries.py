@@ -69,6 +69,9 @@ class OptimizerEntry:
     """The lowest rank that found something not finite, where ranks have agreed."""
     held_back: Any = None
     """bool: a loss with its own scale was bad on another rank, where it reached this."""
+    lacking: Any = None
+    """bool: a loss with its own scale is missing in gradients of an earlier iteration: it was bad;
+    None without such losses."""
     row: Any = 0
     """Steps in a row that were skipped: a number on the CPU, an int32 tensor elsewhere."""
     skipped: Any = False
@@ -131,6 +134,11 @@ class OptimizerEntry:
         self.held = None
         if self.stage is UNSCALED and not self.mixed:
             return
+        if self.stage is READY and iteration is not None:
+            for own in iteration.losses.values():
+                if own.passes and own.reaches(self):
+                    bad = own.finite ^ True
+                    self.lacking = bad if self.lacking is None else self.lacking | bad
         if self.stage is READY or self.stepped_at < passes.count:
             if iteration is not None and iteration.passes and not iteration.captured:
                 self.left = iteration.scale
@@ -174,6 +182,7 @@ class OptimizerEntry:
     def note_stepped(self, step: Step, count: int) -> None:
         """Remembers that its gradients were used when `count` passes had begun."""
         self.step, self.stage, self.stepped_at, self.left = step, STEPPED, count, None
+        self.lacking = None
         self.skipped = False if step.nothing else step.skip
         params = step.grads.params
         if not params:

@@ -72,6 +72,8 @@ _BLOCK = 256
 def is_plain(pipeline: Pipeline, iteration: Iteration) -> bool:
     """Whether the gradients of an iteration alone decide about the step and the scale."""
     odd = iteration.losses or iteration.blank is not None or iteration.penalty_finite is not None
+    if pipeline.state.losses:
+        odd = odd or any(entry.lacking is not None for entry in pipeline.entries.all)
     return not (odd or pipeline.passes.droppable) and iteration.finite is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gradscale.torch.step.passes import Iteration
 from gradscale.torch.step.pipeline import Pipeline
 from gradscale.torch.step.rescale import unscale_and_clip
 from gradscale.torch.step.result import Step
-from gradscale.torch.step.thread import check_thread
+from gradscale.torch.step.thread import claim
 
 Moves = list[tuple[int | str, Any, Any, float]]
 """Loss, scale before and after, and floor, of every scale that may have moved."""
@@ -40,8 +41,6 @@ def unscale_(pipeline: Pipeline, optimizer: Any) -> None:
         pipeline.agree(step)
     elif not step.grads.params:
         entry.stats = None  # nothing was checked, so there is nothing that update() could go by
-    if step.dropped is not None:
-        unscale_and_clip(pipeline, step)
 
 
 def clip_grad_norm_(pipeline: Pipeline, optimizer: Any, max_norm: float) -> Tensor:
@@ -94,8 +93,6 @@ def step(pipeline: Pipeline, scaler: Any, optimizer: Any, args: Any, kwargs: Any
         pipeline.measure(one, unscale=not one.masters and not is_capable(optimizer))
         if entry.groups:
             pipeline.agree(one)
-        if one.in_place and one.dropped is not None:
-            unscale_and_clip(pipeline, one)
     pipeline.decide(one)
     result = pipeline.run(one, args, kwargs)
     pipeline.record(one)
@@ -182,7 +179,9 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
     state, passes, monitor = pipeline.state, pipeline.passes, pipeline.monitor
     if state.live is None:
         state.placed("update()")
-    check_thread(passes)
+    now = passes.iteration
+    if now is not None and now.thread not in (None, get_ident()):
+        claim(passes)
     iteration = passes.last or passes.current()
     moves: Moves = []
     if new_scale is not None:
@@ -250,6 +249,8 @@ def end_iteration(pipeline: Pipeline) -> None:
             for each in passes.droppable
             if not all(at >= each.number for at, ids in known if not each.params.isdisjoint(ids))
         ]
+        if not passes.droppable:
+            passes.weighed.clear()
 
 
 def _bring_unseen(pipeline: Pipeline, iteration: Iteration) -> None:
@@ -300,8 +301,12 @@ def _move(
         counts = _also(counts, iteration.common | (finite ^ True))
     elif iteration.own_passes and iteration.own_passes == iteration.passes:
         counts = _also(counts, finite ^ True)
-    if state.policy.goes_by and iteration.own_passes and iteration.common_amax is None:
-        counts = _also(counts, finite ^ True)  # how large its gradients are is not known
+    if state.policy.goes_by and iteration.own_passes:
+        # How large its gradients are is not known without a pass, nor by a bad one after the step.
+        amax: Any = math.inf if iteration.common_amax is None else iteration.common_amax
+        sized: Any = torch.isfinite(amax) if isinstance(amax, Tensor) else math.isfinite(amax)
+        if sized is not True:
+            counts = _also(counts, (finite ^ True) | sized)
     stats = stats._replace(finite=finite, loss_finite=loss_finite)
     before, after = state.advance(stats, counts)
     still = state.on_host and before == after

@@ -172,7 +172,7 @@ def _apart(
         passes.begin_pass(iteration)
     passes.bring(iteration.scale)  # what is set aside below
     if passes.droppable:
-        forget_cleared(passes, [*leaves, *others])
+        forget_cleared(passes, leaves)
     before = [(leaf, leaf.grad, _set_aside(leaf)) for leaf in leaves]
     before += [(param, param.grad, None) for param in others]
     for param in others:

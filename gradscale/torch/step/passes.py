@@ -144,6 +144,8 @@ class Passes:
         """Whether one of those was unscaled in the iteration of now."""
         self.droppable: list[DroppablePass] = []
         """The droppable passes whose gradients some optimizer has not stepped yet."""
+        self.weighed: dict[int, int] = {}
+        """The last droppable pass that was made up for in a gradient, by the parameter's id."""
         self._warned_half = False
         self._task = -1
         self.lock = threading.Lock()
@@ -215,7 +217,12 @@ class Passes:
         if half:
             self.check_half()
         iteration = self.iteration
-        if iteration is None or iteration.thread != threading.get_ident():
+        if iteration is None:
+            with self.lock:
+                iteration = self.current(half)
+                if iteration.thread is None:
+                    iteration.thread = threading.get_ident()
+        if iteration.thread != threading.get_ident():
             claim(self, half)
         iteration = self.current(half)
         iteration.half = iteration.half or half
@@ -268,8 +275,7 @@ class Passes:
     def begin_pass(self, iteration: Iteration) -> None:
         """Prepares the entries for a pass of `iteration` that may add to their gradients."""
         if self.droppable and not self.aside:
-            groups = [group for entry in self.entries.all for group in entry.param_groups()]
-            forget_cleared(self, [param for group in groups for param in group["params"]])
+            forget_cleared(self)
         self.count += 1
         self.last_plain = self.count
         iteration.passes += 1
@@ -285,6 +291,8 @@ class Passes:
             entry.known = True
             if entry.skipped is not False:  # of a step in this very iteration
                 entry.clear_skipped(self.entries)
+            if entry.lacking is not None and not with_grad(entry.param_groups()):
+                entry.lacking = None
             if entry.left is not None and entry.stage is not UNSCALED:
                 rescale(entry, iteration.scale, brought)
             if entry.stage is UNSCALED or entry.mixed:

@@ -8,6 +8,7 @@ waits for the device but the step of an optimizer that cannot skip by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from gradscale.torch.step.masters import clip_masters, judge_fit
 from gradscale.torch.step.passes import Passes, rescale
 from gradscale.torch.step.result import Step, blame_before_clipping, blame_of
 from gradscale.torch.step.sharing import unscaled_among
-from gradscale.torch.step.thread import check_thread
+from gradscale.torch.step.thread import claim
 from gradscale.torch.telemetry.monitor import Monitor
 
 
@@ -98,7 +99,9 @@ class Pipeline:
                 checks.find_groups(self, entry, params)
         if self.state.live is None:
             self.state.placed(f"{call}()")
-        check_thread(self.passes)
+        now = self.passes.iteration
+        if now is not None and now.thread not in (None, get_ident()):
+            claim(self.passes)
         if self.passes.watched:
             self.passes.compare()  # of a pass that raised
         if entry.stage is UNSCALED and entry.held is None and not with_grad(optimizer.param_groups):
@@ -215,10 +218,10 @@ class Pipeline:
     def note_unscaled(self, step: Step) -> None:
         """Remembers that the gradients are unscaled, so that the step can be asked for again."""
         step.in_place = True
-        last = self.passes.last
+        iteration = self.passes.current()
         for entry in step.entries:
             entry.stage = UNSCALED
-            entry.unscaled_in = self.passes.current() if last is None else last
+            entry.unscaled_in = iteration
 
     def nothing_found(self) -> GradStats:
         """What there is to say of no gradients."""
@@ -296,7 +299,8 @@ class Pipeline:
         """Decides whether the step is skipped."""
         iteration = self.passes.last or self.passes.current()
         entry = step.entries[0]
-        if len(step.entries) == 1 and not iteration.losses and entry.held_back is None:
+        odd = iteration.losses or entry.held_back is not None or entry.lacking is not None
+        if len(step.entries) == 1 and not odd:
             if entry.decision is not None and step.skip is False:
                 step.decision, step.skip = entry.decision, value_at(entry.decision, "skip")
                 return
@@ -313,6 +317,8 @@ class Pipeline:
                     finite = finite & own.finite
             if entry.held_back is not None:  # by another rank, which such a loss reached
                 finite = finite & (entry.held_back ^ True)
+            if entry.lacking is not None:
+                finite = finite & (entry.lacking ^ True)
             finites.append(finite)
             fits.append(stats.fits)
             step.skip = step.skip | ((finite & stats.fits) ^ True)

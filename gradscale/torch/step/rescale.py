@@ -1,4 +1,4 @@
-"""Gradients divided by what is still in them: the scale, clipping, the weight of kept passes."""
+"""Gradients divided by what is still in them: the scale and clipping."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def unscale_and_clip(pipeline: Pipeline, step: Step) -> None:
-    """Unscales, clips and weighs the gradients in place, as far as they are not yet."""
+    """Unscales and clips the gradients in place, as far as they are not yet."""
     inverse = step.scale.unit().inverse if step.in_place else step.scale.inverse
     if step.skip is True:
         factor = inverse
     elif step.scale.number is not None:
-        number = step.clip / step.weight * (1.0 if step.in_place else 1.0 / step.scale.number)
+        number = step.clip * (1.0 if step.in_place else 1.0 / step.scale.number)
         # What clips float64 gradients can be 0 in float32.
         dtype = torch.float32 if number >= 2.0**-126 else torch.float64
         factor = torch.full((), number, dtype=dtype, device="cpu")
     else:
-        factor = inverse * step.clip / step.weight
+        factor = inverse * step.clip
         if isinstance(step.skip, Tensor):
             factor = torch.where(move(step.skip, factor.device) != 0, inverse, factor)
     if step.scale.number is None or factor.item() != 1.0:
         backend.multiply(step.grads, factor)
-    step.clip = step.weight = 1.0
+    step.clip = 1.0
     if not step.in_place:
         pipeline.note_unscaled(step)
 

@@ -40,8 +40,6 @@ class Step:
     """What the elements of gradients are held within, before `clip`, where masters are."""
     masters = False
     """Whether an optimizer of it steps masters, see `step/masters.py`."""
-    weight: Any = 1.0
-    """What the gradients must be divided by, so that the kept passes weigh as much as all."""
     skip: Any = False
     """Whether the step must not take place."""
     nothing = False
@@ -68,14 +66,14 @@ class Step:
         self.blame: Callable[[], Blame] = Blame.nobody
 
     def divisor(self) -> Tensor:
-        """float32: what the gradients must be divided by, to be unscaled, clipped and weighed."""
-        scale, clip, weight = self.scale, self.clip, self.weight
-        if isinstance(clip, float) and isinstance(weight, float) and clip == weight == 1.0:
+        """float32: what the gradients must be divided by, to be unscaled and clipped."""
+        scale, clip = self.scale, self.clip
+        if isinstance(clip, float) and clip == 1.0:
             return scale.tensor
         if scale.number is not None:
-            return torch.full((), scale.number / clip * weight, dtype=torch.float32, device="cpu")
+            return torch.full((), scale.number / clip, dtype=torch.float32, device="cpu")
         # Without clipping the quotient is exact; with it, rounded like any other.
-        return (scale.inverse * clip).reciprocal() * weight
+        return (scale.inverse * clip).reciprocal()
 
     def factor(self) -> Tensor:
         """float32: what gradients are multiplied by, to be unscaled, clipped and weighed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,19 +30,21 @@ class DroppablePass(NamedTuple):
     """bool: whether it was left out."""
 
 
-def forget_cleared(passes: Passes, params: list[Tensor]) -> None:
-    """Has droppable passes reach those of `params` no more whose gradients are gone."""
+def forget_cleared(passes: Passes, others: Sequence[Tensor] = ()) -> None:
+    """Has droppable passes reach no more what has lost its gradients since, among known ones."""
+    groups = [group for entry in passes.entries.all for group in entry.param_groups()]
+    params = [*others, *(param for group in groups for param in group["params"])]
     gone = {id(param) for param in params if param.grad is None}
     if gone:
         left = [each._replace(params=each.params - gone) for each in passes.droppable]
         passes.droppable = left
 
 
-def drops(passes: Passes, entry: OptimizerEntry) -> tuple[int, Any]:
-    """How many droppable passes reached an entry since its last step, and how many were bad."""
+def droppable_passes(passes: Passes, entry: OptimizerEntry) -> list[DroppablePass]:
+    """The droppable passes that reached an entry since its last step."""
     mine = [each for each in passes.droppable if each.number > entry.stepped_at]
     if not mine:
-        return 0, None
+        return []
     ids = entry.param_ids()
     reached = [each for each in mine if not each.params.isdisjoint(ids)]
     stepped_at = max(entry.stepped_at, 0)
@@ -50,10 +53,7 @@ def drops(passes: Passes, entry: OptimizerEntry) -> tuple[int, Any]:
             f"{len(mine)} of {passes.count - stepped_at} losses had droppable=True, so what is "
             "left out cannot be made up for. Give it to all losses of a step, or to none."
         )
-    dropped: Any = 0
-    for each in reached:
-        dropped = dropped + each.dropped
-    return len(reached), dropped if reached else None
+    return reached
 
 
 def _unscale_skipped(passes: Passes, params: list[Tensor], step: Step) -> None:

@@ -31,10 +31,3 @@ def claim(passes: Passes, half: bool = False) -> Iteration:
             )
         iteration.thread = thread
         return iteration
-
-
-def check_thread(passes: Passes) -> None:
-    """Raises a CallOrderError if the iteration of now is another thread's."""
-    iteration = passes.iteration
-    if iteration is not None and iteration.thread not in (None, threading.get_ident()):
-        claim(passes)
