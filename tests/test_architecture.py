@@ -24,7 +24,9 @@ CODE_FOLDERS = ("gradscale", "tests", "examples", "benchmarks")
 MAX_LINES = (
     450  # a file becomes a folder at about 400; this is where it is no longer a matter of taste
 )
-MAX_IMPORT_MS = 50.0
+MAX_IMPORT = 5.0
+"""Starts of the interpreter that `import gradscale` may take: 50 ms on an idle core. What else runs
+slows down both, so the quotient stays."""
 FRAMEWORKS = ("torch", "jax", "keras", "tensorflow", "numpy", "triton")
 NO_NAMES = {"utils", "util", "base", "types", "helpers", "common", "_src", "src", "misc"}
 
@@ -271,19 +273,19 @@ def without_tests(library: Path, tests: Path) -> list[str]:
 
 
 def import_in_fresh_process(folder: Path) -> tuple[float, set[str]]:
-    """Milliseconds that `import gradscale` takes in `folder`, and the frameworks that it loads.
+    """Starts of the interpreter that `import gradscale` takes, and the frameworks that it loads.
 
-    The processor's milliseconds: those on the wall also count the turns of other processes.
+    In the processor's time: that on the wall also counts the turns of other processes.
     """
     program = (
         "import sys, time; start = time.process_time(); import gradscale; "
-        "print((time.process_time() - start) * 1e3, "
+        "print((time.process_time() - start) / start, "
         f"*{set(FRAMEWORKS)!r}.intersection(sys.modules))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    milliseconds, *frameworks = done.stdout.split()
-    return float(milliseconds), set(frameworks)
+    starts, *frameworks = done.stdout.split()
+    return float(starts), set(frameworks)
 
 
 def best_import(folder: Path) -> tuple[float, set[str]]:
@@ -319,9 +321,9 @@ def test_each_source_folder_has_a_test_folder() -> None:
 
 
 def test_import_loads_no_framework_and_is_quick() -> None:
-    milliseconds, frameworks = best_import(ROOT)
+    starts, frameworks = best_import(ROOT)
     assert frameworks == set()
-    assert milliseconds < MAX_IMPORT_MS
+    assert starts < MAX_IMPORT
 
 
 def test_rules_let_no_engine_import_another() -> None:
@@ -464,10 +466,10 @@ def test_missing_test_folder_is_found(tmp_path: Path) -> None:
 
 
 def test_slow_import_and_framework_are_found(tmp_path: Path) -> None:
-    end = f"time.process_time() + {MAX_IMPORT_MS / 1000}"
+    end = f"time.process_time() * {1.0 + MAX_IMPORT}"
     slow = f"import time, torch\nend = {end}\nwhile time.process_time() < end:\n    pass\n"
     (tmp_path / "gradscale.py").write_text(slow)
     (tmp_path / "torch.py").touch()  # a stand-in: the real one takes seconds
-    milliseconds, frameworks = best_import(tmp_path)
-    assert milliseconds >= MAX_IMPORT_MS
+    starts, frameworks = best_import(tmp_path)
+    assert starts >= MAX_IMPORT
     assert frameworks == {"torch"}

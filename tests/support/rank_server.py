@@ -90,7 +90,10 @@ def be(
         dist.barrier()
         code = 0
     except BaseException:
+        failed = time.time_ns()
         traceback.print_exc()
+        sys.stderr.flush()
+        os.utime(log, ns=(failed, failed))  # files have the time of the last tick
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -50,10 +50,15 @@ def test_failures_are_reported_and_spoil_nothing(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_ended(tmp_path: Path) -> None:
-    ended = fork_ranks(__file__, "hangs", 2, tmp_path, limit=5)
-    assert None in ended.codes
-    assert "rank 1: still running after 5 s" in ended.errors
-    assert "in check_hangs" in ended.errors  # where it was
+    for limit in (5, 20, 80):  # on a busy machine they may not even have joined
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        ended = fork_ranks(__file__, "hangs", 2, folder, limit=limit)
+        assert None in ended.codes
+        assert f"rank 1: still running after {limit} s" in ended.errors
+        if "in check_hangs" in ended.errors:  # where it was
+            return
+    raise AssertionError(ended.errors)
 
 
 def test_a_file_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:

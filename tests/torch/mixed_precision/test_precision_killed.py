@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,9 @@ def train(path: Path, dies: str | None) -> str:
             spoilt = 1e30 if step % 7 == 3 else 1.0  # skipped in float16
             mp.run(partial(loss_of, mp, x, spoilt), retries=1)
         if dies == str(step):
-            Path(f"{path}.ready").touch()
-            time.sleep(60)
+            sys.stdout.write("ready\n")
+            sys.stdout.flush()
+            sys.stdin.read()  # until it is killed
         if (step + 1) % EVERY == 0:
             if dies == "writing" and path.exists():
                 die_writing()
@@ -116,7 +116,8 @@ def start(path: Path, *dies: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error", __file__, str(path), *dies]
     where = Path(__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": "."}
-    return subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, text=True, env=env)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=where, stdin=pipe, stdout=pipe, text=True, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=100)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     assert len(said.strip()) == 64
     return said
@@ -134,11 +135,8 @@ def finish(process: subprocess.Popen[str]) -> str:
 def test_killed_in_the_middle(tmp_path: Path, undisturbed: str) -> None:
     path = tmp_path / "run.pt"
     process = start(path, "9")
-    ready = Path(f"{path}.ready")
-    for _ in range(600):
-        if ready.exists():
-            break
-        time.sleep(0.1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -149,7 +147,7 @@ def test_killed_in_the_middle(tmp_path: Path, undisturbed: str) -> None:
 def test_killed_while_writing(tmp_path: Path, undisturbed: str) -> None:
     path = tmp_path / "run.pt"
     process = start(path, "writing")
-    process.communicate(timeout=100)
+    process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL
     assert list(tmp_path.glob(".run.pt.*.part"))
     assert checkpoint.load(path)["step"] == 4
