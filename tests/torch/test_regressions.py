@@ -188,6 +188,27 @@ def test_a_bad_pass_after_the_step_does_not_spoil_the_means_of_a_policy(tensors:
     assert math.isfinite(scaler.state_dict()["gradscale"]["state"]["mean"])
 
 
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_closure_is_not_held_back_by_gradients_that_are_gone(updated: bool) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward((w * math.nan).sum())
+    scaler.unscale_(optimizer)
+    if updated:
+        scaler.update()
+    optimizer.zero_grad()  # given up
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = w.sum()
+        scaler.backward(loss)
+        return loss
+
+    scaler.step(optimizer, closure)
+    assert w.item() == -1.0
+    assert scaler.outcome().applied
+
+
 @pytest.mark.parametrize("policy", [gs.Headroom, gs.LogMax, gs.Histogram])
 def test_a_large_loss_with_its_own_scale_leaves_the_common_scale_alone(policy: Any) -> None:
     def scales(large: bool) -> list[float]:

@@ -143,6 +143,8 @@ def step_with_closure(
 ) -> Any:
     """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
     entry = pipeline.entries.of(optimizer, "step")
+    if entry.stage is UNSCALED and not with_grad(optimizer.param_groups):
+        entry.make_ready()  # what was unscaled is gone, and with it what was found
     if entry.stage is STEPPED or entry.mixed:
         pipeline.use(optimizer, "step")  # raises the error
     elif entry.stage is READY:
