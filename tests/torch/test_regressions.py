@@ -407,7 +407,7 @@ def test_a_second_thread_must_wait_for_the_end_of_an_iteration() -> None:
         scaler.step(optimizers[0])
         scaler.update()
 
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=train, daemon=True)
     thread.start()
     scaled.wait()
     calls: list[Callable[[], object]] = [

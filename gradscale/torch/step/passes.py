@@ -152,8 +152,8 @@ class Passes:
         self.watched: list[_Watched] = []
         """Unscaled gradients that a pass may change, until it has ended."""
 
-    def current(self, half: bool = False) -> Iteration:
-        """The iteration of now."""
+    def current(self, half: bool = False, clear: bool = True) -> Iteration:
+        """The iteration of now; a new one clears the gradients of skipped steps, with `clear`."""
         iteration = self.iteration
         captured = not self.state.on_host and capturing()
         if iteration is None or iteration.captured != captured:
@@ -163,7 +163,7 @@ class Passes:
             if captured:
                 self.state.copy = None  # every replay must copy the scale anew
             iteration = self.iteration = Iteration(self.state.current(limited), captured)
-            for entry in self.entries.all:
+            for entry in self.entries.all if clear else ():
                 if entry.skipped is not False:
                     entry.clear_skipped(self.entries)
         return iteration
