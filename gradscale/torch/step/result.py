@@ -76,14 +76,14 @@ class Step:
         return (scale.inverse * clip).reciprocal()
 
     def factor(self) -> Tensor:
-        """float32: what gradients are multiplied by, to be unscaled, clipped and weighed."""
+        """float32: what gradients are multiplied by, to be unscaled and clipped."""
         clip = 1.0 if self.limit is not None else self.clip
         scale = self.scale
         if scale.number is not None:
-            number = clip / self.weight / (1.0 if self.in_place else scale.number)
+            number = clip / (1.0 if self.in_place else scale.number)
             return torch.full((), number, dtype=torch.float32, device="cpu")
         inverse = scale.unit().inverse if self.in_place else scale.inverse
-        return (inverse * clip / self.weight).float()
+        return (inverse * clip).float()
 
     def drop_gradients(self) -> None:
         """Drops the references to the gradients, which would keep them alive."""
