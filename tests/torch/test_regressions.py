@@ -188,6 +188,24 @@ def test_a_bad_pass_after_the_step_does_not_spoil_the_means_of_a_policy(tensors:
     assert math.isfinite(scaler.state_dict()["gradscale"]["state"]["mean"])
 
 
+@pytest.mark.parametrize("tensors", [False, True])
+def test_what_a_skipped_step_left_is_cleared_before_a_pass_is_set_apart(tensors: bool) -> None:
+    scaler = GradScaler("cpu", policy=gs.Headroom())
+    if tensors:
+        keep_in_tensors(scaler)
+    w = weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.backward(w.sum(), loss_id=1)  # from here on, passes of loss 0 are set apart, too
+    scaler.apply(optimizer)
+    scaler.backward(w.sum())
+    w.grad = torch.full_like(w, math.inf)
+    scaler.step(optimizer)
+    scaler.backward(w.sum())  # the next batch, before update() and without zero_grad()
+    scaler.update()
+    scaler.step(optimizer)
+    assert w.item() == -2.0
+
+
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_closure_is_not_held_back_by_gradients_that_are_gone(updated: bool) -> None:
     scaler, w = GradScaler("cpu", init_scale=4.0), weight()

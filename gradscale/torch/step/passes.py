@@ -314,6 +314,8 @@ class Passes:
         """Brings all gradients that were left to `scale`, before they are set aside."""
         brought: set[int] = set()
         for entry in self.entries.all:
+            if entry.skipped is not False:
+                entry.clear_skipped(self.entries)
             if entry.left is not None and entry.stage is not UNSCALED:
                 rescale(entry, scale, brought)
 
