@@ -131,7 +131,8 @@ class ClosureStep:
         # A loss with a scale of its own that overflowed has left zeros behind.
         own = passes.origin().losses.values()
         found |= any(not bool(each.finite) for each in own if each.reaches(entry))
-        loss_finite = bool(torch.isfinite(torch.as_tensor(loss)).all())
+        value = loss if isinstance(loss, Tensor) else torch.tensor(loss, device="cpu")
+        loss_finite = bool(torch.isfinite(value).all())
         found, bad_loss, unfit = self._anywhere(found, not loss_finite, not bool(stats.fits))
         if not (bad_loss or found or unfit):
             if self._edit is not None:

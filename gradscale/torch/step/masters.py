@@ -62,7 +62,8 @@ class MasterAdapter(Protocol):
 
 def fits_float32(stats: GradStats, scale: Scale) -> Any:
     """bool: whether unscaled gradients of these `stats` fit float32, or were not finite before."""
-    unscaled = torch.as_tensor(stats.amax, dtype=torch.float32) * scale.inverse
+    inverse = scale.inverse
+    unscaled = torch.as_tensor(stats.amax, dtype=torch.float32, device=inverse.device) * inverse
     fits = torch.isfinite(unscaled)
     return (fits if scale.number is None else fits.item()) | (stats.finite ^ True)
 
