@@ -539,3 +539,14 @@ def test_defaults_of_torch_do_not_reach_the_engine(trap: str) -> None:
     ]
     assert runs[0].stdout.startswith("[-12.0, -16.0]"), runs[0].stderr
     assert runs[1].stdout == runs[0].stdout, runs[1].stderr
+
+
+def test_a_late_step_does_not_lower_the_scale_because_of_an_earlier_float16_loss() -> None:
+    scaler, w = GradScaler("cpu", init_scale=1.0, growth_interval=1), weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.watch(optimizer)
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        scaler.scale(w.sum().half()).backward()
+    scaler.update(2.0**16)
+    scaler.step(optimizer)
+    assert scaler.get_scale() == 2.0**16

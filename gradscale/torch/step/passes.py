@@ -152,18 +152,21 @@ class Passes:
         self.watched: list[_Watched] = []
         """Unscaled gradients that a pass may change, until it has ended."""
 
-    def current(self, half: bool = False, clear: bool = True) -> Iteration:
-        """The iteration of now; a new one clears the gradients of skipped steps, with `clear`."""
+    def current(self, half: bool = False, late: bool = False) -> Iteration:
+        """The iteration of now; a new one clears the gradients of skipped steps.
+
+        Not if it begins `late`, before its first loss, by unscaling what an earlier one has left.
+        """
         iteration = self.iteration
         captured = not self.state.on_host and capturing()
         if iteration is None or iteration.captured != captured:
             last = self.last
             # The first loss of an iteration need not be the one that is float16.
-            limited = half or (last is not None and last.half)
+            limited = half or (last is not None and last.half and not late)
             if captured:
                 self.state.copy = None  # every replay must copy the scale anew
             iteration = self.iteration = Iteration(self.state.current(limited), captured)
-            for entry in self.entries.all if clear else ():
+            for entry in () if late else self.entries.all:
                 if entry.skipped is not False:
                     entry.clear_skipped(self.entries)
         return iteration
