@@ -28,6 +28,7 @@ from gradscale.policy import (
     Policy,
     State,
 )
+from gradscale.policy.arrays import float32
 from gradscale.torch.grads import dispatch
 from gradscale.torch.grads.packed import (
     LOSS_PERIOD,
@@ -308,7 +309,7 @@ class ScaleState:
             raise SettingError(f"update({new_scale!r}): {error}") from None
         if isinstance(policy, Dynamic):
             self.policy = dataclasses.replace(checked, init_scale=policy.init_scale)
-        self.write(scale=checked.init_scale)
+        self.write(scale=float32(checked.init_scale))
 
     def write(self, **fields: float) -> None:
         """Writes these fields of the live state, in place on a device."""

@@ -433,7 +433,7 @@ class Reference(Ledger):
             self.left_unscaled |= unscaled
             for window in {id(w): w for w in (self.opened, self.made) if w is not None}.values():
                 self.close(window)
-            self.clear()
+            self.clear(edited=True)
             self.unfit, self.unscaled_in = set(), {}
         return expected
 
@@ -477,9 +477,11 @@ class Reference(Ledger):
         self.moved = not stays
         return expected
 
-    def clear(self) -> None:
-        """Sets the gradients of skipped steps to 0."""
+    def clear(self, edited: bool = False) -> None:
+        """Sets the gradients of skipped steps to 0, `edited` ones only if no pass has begun."""
         for i, window in self.skips:
+            if not edited and not self.nothing_new(i):
+                continue
             left = [k for k in self.with_grad(i) if self.same_tensor(k, window.tags.get(k))]
             left = [k for k in left if window.tags[k].used]
             self.skipped_gradients(left)

@@ -550,3 +550,10 @@ def test_a_late_step_does_not_lower_the_scale_because_of_an_earlier_float16_loss
     scaler.update(2.0**16)
     scaler.step(optimizer)
     assert scaler.get_scale() == 2.0**16
+
+
+def test_a_scale_that_is_set_is_a_float32_as_torchs_is() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    scaler.scale(w.sum())
+    scaler.update(3e-5)
+    assert scaler.get_scale() == torch.tensor(3e-5, dtype=torch.float32).item()
