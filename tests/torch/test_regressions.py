@@ -550,6 +550,7 @@ def test_a_late_step_does_not_lower_the_scale_because_of_an_earlier_float16_loss
     scaler.update(2.0**16)
     scaler.step(optimizer)
     assert scaler.get_scale() == 2.0**16
+    assert scaler.scale(torch.ones(())).item() == 2.0**15  # another one may come
 
 
 def test_a_scale_that_is_set_is_a_float32_as_torchs_is() -> None:

@@ -48,7 +48,8 @@ class OptimizerEntry:
     unscaled, the one that they had."""
     unseen: tuple[Any, int] | None = None
     """The first of these, weakly, and its version, where no pass was seen that made it."""
-    unscaled_in: Iteration | None = None
+    unscaled_in: int | None = None
+    """The number of the iteration in which its gradients were unscaled; None if they are not."""
     mixed = False
     """Whether a pass has added to its unscaled gradients."""
     stats: GradStats | None = None
@@ -153,7 +154,7 @@ class OptimizerEntry:
         """A pass of `iteration` has changed its unscaled gradients."""
         if self.stage is not UNSCALED:
             return
-        if iteration is not self.unscaled_in:
+        if iteration is None or iteration.number != self.unscaled_in:
             self.make_ready()
             self.left = None
             return

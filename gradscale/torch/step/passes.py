@@ -70,8 +70,10 @@ class Iteration:
     thread: int | None = None
     """The thread that scales its losses and steps."""
 
-    def __init__(self, scale: Scale, captured: bool) -> None:
+    def __init__(self, scale: Scale, captured: bool, number: int) -> None:
         self.scale = scale
+        self.number = number
+        """How many iterations had ended before it."""
         self.captured = captured
         """Whether it is inside a CUDA graph: then every replay copies the scale anew."""
         self.losses: dict[LossId, OwnLoss] = {}
@@ -128,6 +130,8 @@ class Passes:
         """The iteration of now, once something has used its scale."""
         self.last: Iteration | None = None
         """The iteration in which the last pass began."""
+        self.ended = 0
+        """Iterations that have ended."""
         self.count = 0
         """Passes that have begun."""
         self.last_plain = 0
@@ -152,21 +156,20 @@ class Passes:
         self.watched: list[_Watched] = []
         """Unscaled gradients that a pass may change, until it has ended."""
 
-    def current(self, half: bool = False, late: bool = False) -> Iteration:
-        """The iteration of now; a new one clears the gradients of skipped steps.
-
-        Not if it begins `late`, before its first loss, by unscaling what an earlier one has left.
-        """
+    def current(self, half: bool = False) -> Iteration:
+        """The iteration of now; a new one clears the gradients of skipped steps."""
         iteration = self.iteration
         captured = not self.state.on_host and capturing()
         if iteration is None or iteration.captured != captured:
             last = self.last
             # The first loss of an iteration need not be the one that is float16.
-            limited = half or (last is not None and last.half and not late)
+            limited = half or (last is not None and last.half)
             if captured:
                 self.state.copy = None  # every replay must copy the scale anew
-            iteration = self.iteration = Iteration(self.state.current(limited), captured)
-            for entry in () if late else self.entries.all:
+            iteration = self.iteration = Iteration(
+                self.state.current(limited), captured, self.ended
+            )
+            for entry in self.entries.all:
                 if entry.skipped is not False:
                     entry.clear_skipped(self.entries)
         return iteration
@@ -176,6 +179,7 @@ class Passes:
         if not self.entries.all and self.iteration is not None and self.iteration.passes:
             return  # no optimizer is known yet whose entry could keep the scale of its gradients
         iteration, self.iteration = self.iteration, None
+        self.ended += 1
         self.unscaled_now = False
         if iteration is not None and iteration.captured and capturing():
             self.last = None  # the next iteration has the scale of its own time
@@ -187,6 +191,7 @@ class Passes:
         if self.last is self.iteration:
             self.last = None
         self.iteration = None
+        self.ended += 1
         self.droppable = []
         for entry in self.entries.all:
             if self.count:  # passes until now have left it nothing

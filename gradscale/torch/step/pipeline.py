@@ -218,10 +218,9 @@ class Pipeline:
     def note_unscaled(self, step: Step) -> None:
         """Remembers that the gradients are unscaled, so that the step can be asked for again."""
         step.in_place = True
-        iteration = self.passes.current(late=True)
         for entry in step.entries:
             entry.stage = UNSCALED
-            entry.unscaled_in = iteration
+            entry.unscaled_in = self.passes.ended
 
     def nothing_found(self) -> GradStats:
         """What there is to say of no gradients."""
