@@ -13,6 +13,7 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ PATHS = ("auto", "triton", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Values = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 """Dense real tensors by device and dtype: what a foreach operation takes at once."""
+_DTYPE = attrgetter("dtype")
 _KEPT_TABLES = 64
 
 _path = "auto"
@@ -167,7 +169,7 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
         return None
     pointers = found.pointers
     # Lists of one kind of value, because pairs take twice as long to make.
-    facts = ([grad.dtype for grad in grads], list(map(Tensor.numel, grads)), found.layout)
+    facts = (list(map(_DTYPE, grads)), list(map(Tensor.numel, grads)), found.layout)
     stream = _stream(params[0].device)
     key = (stream, id(params[0]), len(params))
     known = None if stream is None else _located.get(key)

@@ -19,7 +19,6 @@ from gradscale.torch.step.own_losses import (
     backward_own,
 )
 from gradscale.torch.step.pipeline import Pipeline
-from gradscale.torch.step.thread import claim
 
 
 def scale_all(scaler: Any, outputs: Any) -> Any:
@@ -90,7 +89,7 @@ def _backward_own(
     state, passes = pipeline.state, pipeline.passes
     if state.live is None:
         scaler._lazy_init_scale_growth_tracker(losses[0].device)
-    iteration = claim(passes)
+    iteration = passes.claim()
     passes.scaled += 1
     own = iteration.losses.get(loss_id)
     if own is None:

@@ -17,7 +17,7 @@ from gradscale.policy import GradStats
 from gradscale.torch.grads.collect import values_of, with_grad
 from gradscale.torch.grads.dtensor import local
 from gradscale.torch.grads.fields import value_at
-from gradscale.torch.grads.reference import Measurement, zero
+from gradscale.torch.grads.reference import Measurement, multiply, zero
 from gradscale.torch.grads.scale import Scale
 from gradscale.torch.step.contract import takes_scaler
 
@@ -162,6 +162,24 @@ class OptimizerEntry:
         for entry in entries.all:
             if entry is self or not mine.isdisjoint(entry.param_ids()):
                 entry.mixed = True
+
+    def rescale(self, scale: Scale, brought: set[int] | None = None) -> None:
+        """Brings the gradients that were left for it to another `scale`.
+
+        But for those of the parameters whose ids are in `brought`, to which it adds its own:
+        another optimizer may have them too.
+        """
+        left, self.left = self.left, None
+        if left is None or left is scale:
+            return
+        if left.number is not None and left.number == scale.number:
+            return
+        params = with_grad(self.param_groups())
+        if brought is not None:
+            params = [param for param in params if id(param) not in brought]
+            brought.update(map(id, params))
+        if params:
+            multiply(values_of(params), scale.over(left))
 
     def leave_unseen(self, scale: Scale) -> None:
         """Remembers the `scale` of gradients that no step has used, made by no pass of this rank.

@@ -48,9 +48,9 @@ class Copies:
         self._device: torch.device | None = None
         self._next: Iterator[Tensor] = iter(())
 
-    def take(self, state: ScaleState) -> Tensor:
+    def take(self, state: ScaleState, captured: bool) -> Tensor:
         """Where a kernel leaves the scale that it moves; the state's copy from now on."""
-        if dispatch.capturing():
+        if captured:
             state.copy, state.replayed = None, True
             return torch.empty((), dtype=torch.float32, device=state.device)
         place = next(self._next, None)
@@ -113,8 +113,10 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
     else:
         step.grads.params = plan.params
         rows = partial(_one_format, (plan.params[0].device, tables[0][0]))
-    record = pipeline.monitor.slots.take(pipeline.state.device)  # type: ignore[arg-type]
-    _decide(pipeline, step, tables, rows, record, max_norm, groups)
+    captured = dispatch.capturing()
+    record = pipeline.monitor.slots.take(pipeline.state.device, captured)  # type: ignore[arg-type]
+    copy = pipeline.copies.take(pipeline.state, captured)
+    _decide(pipeline, step, tables, rows, record, copy, max_norm, groups)
     divisor, skip = (value_at(step.decision, name) for name in ("divisor", "skip"))  # type: ignore[arg-type]
     step.skip = skip
     try:
@@ -135,7 +137,7 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
     for entry in step.entries[1:]:
         pipeline.row_of(entry).copy_(first)
     step.optimizers = [entry.held for entry in step.entries]
-    return _record_of(pipeline, record, step)
+    return _record_of(pipeline, record, step, captured)
 
 
 def _one_format(key: Any, counts: Tensor) -> dict[Any, Tensor]:
@@ -149,6 +151,7 @@ def _decide(
     tables: Any,
     rows: Any,
     record: Tensor,
+    copy: Tensor,
     max_norm: float,
     groups: Any,
 ) -> None:
@@ -157,7 +160,7 @@ def _decide(
     due = pipeline.is_underflow_due(step)
     smallest = state.format.smallest_normal if due else None
     arguments = _arguments(pipeline, pipeline.passes.last)  # type: ignore[arg-type]
-    row, copy = pipeline.row_of(step.entries[0]), pipeline.copies.take(state)
+    row = pipeline.row_of(step.entries[0])
     if groups:
         arguments |= {"row": row, "record": record, "copy": copy}
         decision, counts = _decide_with_ranks(
@@ -293,24 +296,24 @@ def advance_fused(pipeline: Pipeline) -> Record | None:
     used = pipeline.entries.in_use()
     if len(used) != 1:
         return None
-    record = pipeline.monitor.slots.take(pipeline.state.device)  # type: ignore[arg-type]
+    captured = dispatch.capturing()
+    record = pipeline.monitor.slots.take(pipeline.state.device, captured)  # type: ignore[arg-type]
     dispatch.module("decide").advance(
         step.decision,
         step.scale.tensor,
         row=pipeline.row_of(used[0]),
         record=record,
-        copy=pipeline.copies.take(pipeline.state),
+        copy=pipeline.copies.take(pipeline.state, captured),
         **_arguments(pipeline, iteration),
     )
     iteration.finite = step.decision
     pipeline.monitor.last, pipeline.monitor.steps = step, []
-    return _record_of(pipeline, record, step)
+    return _record_of(pipeline, record, step, captured)
 
 
-def _record_of(pipeline: Pipeline, record: Tensor, step: Step) -> Record:
+def _record_of(pipeline: Pipeline, record: Tensor, step: Step, captured: bool) -> Record:
     """The record of one step that a kernel writes to `record`."""
     monitor = pipeline.monitor
     layout = monitor.layout_of(step.optimizers, pipeline.state.floor)
-    captured = dispatch.capturing()
     sent = None if captured else Sent(record, monitor.mark_on(pipeline.state.device))
     return Record(layout, [step], record, sent)

@@ -26,7 +26,6 @@ from gradscale.torch.step.passes import Iteration
 from gradscale.torch.step.pipeline import Pipeline
 from gradscale.torch.step.rescale import unscale_and_clip
 from gradscale.torch.step.result import Step
-from gradscale.torch.step.thread import claim
 
 Moves = list[tuple[int | str, Any, Any, float]]
 """Loss, scale before and after, and floor, of every scale that may have moved."""
@@ -183,13 +182,17 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
         state.placed("update()")
     now = passes.iteration
     if now is not None and now.thread not in (None, get_ident()):
-        claim(passes)
+        passes.claim()
     iteration = passes.last or passes.current()
     moves: Moves = []
     if new_scale is not None:
         state.set_scale(new_scale)
         _move_losses(pipeline, iteration, moves)
     else:
+        if not state.on_host and (record := fused.advance_fused(pipeline)) is not None:
+            end_iteration(pipeline)
+            monitor.announce(record)
+            return
         checked = []
         stepped = False
         for entry in pipeline.entries.all:
@@ -202,10 +205,6 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
                 "update() was called, but no gradients were checked since the last update(). Call "
                 "scaler.step(optimizer) first."
             )
-        if not state.on_host and (record := fused.advance_fused(pipeline)) is not None:
-            end_iteration(pipeline)
-            monitor.announce(record)
-            return
         if not state.on_host:
             for one in monitor.steps:
                 pipeline.count_late(one)

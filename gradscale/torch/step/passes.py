@@ -15,20 +15,19 @@ import threading
 import warnings
 import weakref
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradscale.errors import CallOrderError, SettingError, caller_level
-from gradscale.torch.grads.collect import values_of, with_grad
+from gradscale.torch.grads.collect import with_grad
 from gradscale.torch.grads.dispatch import capturing
-from gradscale.torch.grads.reference import multiply
 from gradscale.torch.grads.scale import Scale, move, times
 from gradscale.torch.state import HALF_LOSS_SCALE, LossId, ScaleState
 from gradscale.torch.step.entries import UNSCALED, Entries, OptimizerEntry, version_of
 from gradscale.torch.step.sharing import DroppablePass, forget_cleared
-from gradscale.torch.step.thread import claim
 
 if TYPE_CHECKING:
     from gradscale.torch.step.own_losses import OwnLoss
@@ -174,6 +173,28 @@ class Passes:
                     entry.clear_skipped(self.entries)
         return iteration
 
+    def claim(self, half: bool = False) -> Iteration:
+        """The iteration of now, for this thread alone: two would mix up their gradients.
+
+        A CallOrderError if it is another thread's. `half` if one of its losses is float16.
+        """
+        thread = get_ident()
+        if self.iteration is not None and self.iteration.thread == thread:
+            return self.current(half)
+        with self.lock:
+            iteration = self.current(half)
+            owner = iteration.thread
+            if torch._C._current_graph_task_id() >= 0:  # a hook in a pass
+                return iteration
+            if owner not in (None, thread) and any(t.ident == owner for t in threading.enumerate()):
+                raise CallOrderError(
+                    "The scaler was used by a second thread, before the first has ended its "
+                    "iteration with update() or apply(). Let them take turns by whole iterations, "
+                    "or give each thread a scaler of its own."
+                )
+            iteration.thread = thread
+            return iteration
+
     def end(self) -> None:
         """Ends the iteration: the next one has the scale that the state has by then."""
         if not self.entries.all and self.iteration is not None and self.iteration.passes:
@@ -224,15 +245,7 @@ class Passes:
         half = loss.dtype is torch.float16
         if half:
             self.check_half()
-        iteration = self.iteration
-        if iteration is None:
-            with self.lock:
-                iteration = self.current(half)
-                if iteration.thread is None:
-                    iteration.thread = threading.get_ident()
-        if iteration.thread != threading.get_ident():
-            claim(self, half)
-        iteration = self.current(half)
+        iteration = self.claim(half)
         iteration.half = iteration.half or half
         self.scaled += 1
         scale = iteration.scale
@@ -302,7 +315,7 @@ class Passes:
             if entry.lacking is not None and not with_grad(entry.param_groups()):
                 entry.lacking = None
             if entry.left is not None and entry.stage is not UNSCALED:
-                rescale(entry, iteration.scale, brought)
+                entry.rescale(iteration.scale, brought)
             if entry.stage is UNSCALED or entry.mixed:
                 groups = entry.param_groups()
                 if with_grad(groups):
@@ -325,7 +338,7 @@ class Passes:
             if entry.skipped is not False:
                 entry.clear_skipped(self.entries)
             if entry.left is not None and entry.stage is not UNSCALED:
-                rescale(entry, scale, brought)
+                entry.rescale(scale, brought)
 
     def _end_soon(self) -> None:
         """Compares after the callbacks that DDP and FSDP2 have queued, which copy gradients."""
@@ -413,23 +426,6 @@ def _begin(
         return None
     ratio = scale.over(then)
     return tuple(grad * move(ratio, grad.device) for grad in grads)
-
-
-def rescale(entry: OptimizerEntry, scale: Scale, brought: set[int] | None = None) -> None:
-    """Brings the gradients that were left for an entry to another `scale`.
-
-    But for those of the parameters whose ids are in `brought`, to which it adds its own: another
-    optimizer may have them too.
-    """
-    left, entry.left = entry.left, None
-    if left is None or left is scale or (left.number is not None and left.number == scale.number):
-        return
-    params = with_grad(entry.param_groups())
-    if brought is not None:
-        params = [param for param in params if id(param) not in brought]
-        brought.update(map(id, params))
-    if params:
-        multiply(values_of(params), scale.over(left))
 
 
 def _all_finite(loss: Tensor) -> Tensor:

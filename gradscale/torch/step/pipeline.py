@@ -21,7 +21,7 @@ from gradscale.torch.distributed.consensus import Consensus
 from gradscale.torch.grads import backend, reference
 from gradscale.torch.grads.collect import Gradients, with_grad, with_grad_of
 from gradscale.torch.grads.dtensor import PLAIN
-from gradscale.torch.grads.fields import value_at
+from gradscale.torch.grads.fields import DECISION, offset, value_at
 from gradscale.torch.grads.reference import Measurement, clip_factor
 from gradscale.torch.grads.scale import constant
 from gradscale.torch.state import ScaleState
@@ -37,11 +37,12 @@ from gradscale.torch.step.entries import (
     refuse_stage,
 )
 from gradscale.torch.step.masters import clip_masters, judge_fit
-from gradscale.torch.step.passes import Passes, rescale
+from gradscale.torch.step.passes import Passes
 from gradscale.torch.step.result import Step, blame_before_clipping, blame_of
 from gradscale.torch.step.sharing import unscaled_among
-from gradscale.torch.step.thread import claim
 from gradscale.torch.telemetry.monitor import Monitor
+
+_SKIP = offset(DECISION, "skip")
 
 
 class Pipeline:
@@ -101,7 +102,7 @@ class Pipeline:
             self.state.placed(f"{call}()")
         now = self.passes.iteration
         if now is not None and now.thread not in (None, get_ident()):
-            claim(self.passes)
+            self.passes.claim()
         if self.passes.watched:
             self.passes.compare()  # of a pass that raised
         if entry.stage is UNSCALED and entry.held is None and not with_grad(optimizer.param_groups):
@@ -135,18 +136,14 @@ class Pipeline:
                 left = passes.scale_of(entry)
                 if entry.stage is READY and left is not step.scale:
                     entry.left = left
-                    rescale(entry, step.scale)
+                    entry.rescale(step.scale)
         if passes.droppable:
             checks.weigh(self, step)
         return step
 
     def step_of(self, entries: list[OptimizerEntry]) -> Step:
         """A step of `entries`, with nothing checked."""
-        if len(entries) == 1:
-            groups = entries[0].held.param_groups
-            params = [p for group in groups for p in group["params"] if p.grad is not None]
-        else:
-            params = with_grad_of([entry.held for entry in entries])
+        params = with_grad_of([entry.held for entry in entries])
         step = Step(entries, Gradients(params), self.passes.scale_of(entries[0]))
         for entry in entries:
             if entry.masters is not None and entry.masters.needed(params):
@@ -301,7 +298,7 @@ class Pipeline:
         odd = iteration.losses or entry.held_back is not None or entry.lacking is not None
         if len(step.entries) == 1 and not odd:
             if entry.decision is not None and step.skip is False:
-                step.decision, step.skip = entry.decision, value_at(entry.decision, "skip")
+                step.decision, step.skip = entry.decision, entry.decision[_SKIP]
                 return
             stats: Any = entry.found() if entry.stats is None else entry.stats
             step.stats = stats

@@ -138,12 +138,13 @@ class Monitor:
 
         The last thing to do in an `update()`, because callbacks may raise.
         """
-        if capturing():
-            # Nothing has happened yet: every replay will log what it did.
-            if record.numbers is not None:  # a disabled scaler has none
-                self.log.log(record.numbers, record.layout)
-            return
-        record.send()
+        if not record.is_sent():
+            if capturing():
+                # Nothing has happened yet: every replay will log what it did.
+                if record.numbers is not None:  # a disabled scaler has none
+                    self.log.log(record.numbers, record.layout)
+                return
+            record.send()
         self._records.append(record)
         if self.followers.all:
             self.followers.take(record)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from gradscale.monitor import Move, Step, StepRecord
-from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.grads.fields import RECORD
 from gradscale.torch.grads.scale import move, readable
 
@@ -135,9 +134,13 @@ class Record:
         self._read = read
         self._words: list[int] | None = None
 
+    def is_sent(self) -> bool:
+        """Whether a kernel writes it to the host, so that it need not be sent."""
+        return self._sent is not None
+
     def send(self) -> None:
-        """Sends it on its way; not before this is called, and never in a capture."""
-        if self._sent is None and self._read is None:
+        """Sends it on its way, if it is not on the host already; never in a capture."""
+        if self._read is None:
             self._sent = Sent.away(self.numbers)  # type: ignore[arg-type]
 
     def arrived(self) -> bool:
@@ -218,9 +221,9 @@ class Slots:
         self._device = ""
         self._next: Iterator[Tensor] = iter(())
 
-    def take(self, device: torch.device) -> Tensor:
+    def take(self, device: torch.device, captured: bool) -> Tensor:
         """Where the next record goes. In a CUDA graph that is on the device: replays log it."""
-        if capturing():
+        if captured:
             return torch.empty(len(RECORD), dtype=torch.int32, device=device)
         if self._device != device.type:
             words = _new_slots(device)

@@ -4,6 +4,7 @@ Triton looks at every argument of every launch to find the compiled form of a ke
 21 us with ten arguments, against 6 us for the launch itself (host of an H200, in a tight loop;
 three times that among other work). So our kernels are compiled such that their form depends on the
 formats of the arguments and on the constants alone, and a form is kept by what decides about those.
+Triton also calls the hooks of profilers in every launch; where there are none, that is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 
 _KEPT = 256
 """Launchers of forms that are kept."""
@@ -44,16 +46,37 @@ class Kernel:
     ) -> None:
         """Launches `programs` programs on the device of the first argument, the current one."""
         cuda = arguments[0].is_cuda
-        key = (torch._C._cuda_getDevice() if cuda else -1, programs, formats, constants)
+        device = torch._C._cuda_getDevice() if cuda else -1
+        key = (device, programs, formats, constants)
         launch = self._launchers.get(key)
         if launch is not None:
-            launch(*arguments, *constants)
+            launch(torch._C._cuda_getCurrentRawStream(device), *arguments, *constants)
             return
         form = self._function[(programs,)](*arguments, *constants, **options)
         if cuda and form is not None:  # the interpreter compiles nothing
             if len(self._launchers) >= _KEPT:
                 self._launchers.clear()
-            self._launchers[key] = form[(programs, 1, 1)]
+            self._launchers[key] = launcher(form, programs)
+
+
+def launcher(form: Any, programs: int) -> Callable[..., object]:
+    """A function that launches a compiled kernel, given the stream and all arguments."""
+    with_hooks = form[(programs, 1, 1)]
+    run, function, metadata = form.run, form.function, form.packed_metadata
+
+    def launch(stream: int, *arguments: Any) -> None:
+        if _has_hooks():
+            with_hooks(*arguments, stream=stream)
+        else:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def _has_hooks() -> bool:
+    """Whether a profiler wants to be called when a kernel is launched."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def formats_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:

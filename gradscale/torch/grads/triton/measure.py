@@ -229,7 +229,7 @@ def _workspace(table: Table) -> list[Tensor]:
 def _shared(table: Table, tensors: int) -> list[Tensor]:
     """Counters of arrivals, at 0 between launches, and places for what every tensor found."""
     kept = table.workspace.get("tensors")
-    if kept is None or len(kept[0]) != 1 + tensors:
+    if kept is None or kept[0].numel() != 1 + tensors:
         kept = table.workspace["tensors"] = [
             torch.zeros(1 + tensors, dtype=torch.int32, device=table.device),
             torch.empty(REPORTS.value * tensors, dtype=torch.float32, device=table.device),

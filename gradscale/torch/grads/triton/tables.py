@@ -8,6 +8,8 @@ again only when they have changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -90,7 +92,7 @@ class Table:
         key = tuple(addresses)
         found = None if capturing() else self._kept.get(key)
         if found is None:
-            aligned = not any(address % ALIGNMENT for address in addresses)
+            aligned = reduce(or_, addresses, 0) % ALIGNMENT == 0
             if capturing():
                 return upload(addresses, torch.int64, self.device), aligned
             if len(self._kept) >= _KEPT:
