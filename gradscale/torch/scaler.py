@@ -429,10 +429,7 @@ class GradScaler(torch.amp.GradScaler):
     # torch's private names, which Lightning, accelerate, FSDP and torch's tests read.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._pipeline.passes.refuse_capture("The first loss is scaled")
-        self._state.place(torch.device(dev))
-        if not self._state.on_host:
-            self._pipeline.monitor.log.prepare(self._state.live.scale.device)
+        self._pipeline.place(torch.device(dev))
 
     _check_scale_growth_tracker = torch_names.check_scale_growth_tracker
     _get_scale_async = torch_names.get_scale_async

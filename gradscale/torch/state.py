@@ -39,6 +39,7 @@ from gradscale.torch.grads.packed import (
     views,
 )
 from gradscale.torch.grads.scale import Scale, constant, move
+from gradscale.torch.grads.upload import Pool
 from gradscale.torch.saved_state import policy_of, state_of
 
 HALF_LOSS_SCALE = 2.0**15
@@ -78,6 +79,7 @@ class ScaleState:
         self._kernel: Any = None
         self.copy: Tensor | None = None
         """float32: a copy of the scale that the kernel which moved it has left; else None."""
+        self._copies = Pool((), torch.float32)
         self.replayed = False
         """Whether a CUDA graph moves the scale, so that a copy may be out of date."""
         self.counters = Counters()
@@ -130,6 +132,13 @@ class ScaleState:
                 live.scale.clamp_(max=self._held_for_half(torch.inf))
                 self.copy = None
             return Scale(scale, None)
+
+    def next_copy(self, captured: bool) -> Tensor:
+        """float32: where the kernel that moves the scale next leaves a copy of it."""
+        place = self._copies.take(self.device, captured)  # type: ignore[arg-type]
+        self.copy = None if captured else place
+        self.replayed = self.replayed or captured
+        return place
 
     def _held_for_half(self, scale: float) -> float:
         """What a float16 loss leaves of `scale`: else it would grow on and on, out of use."""
@@ -328,8 +337,6 @@ class ScaleState:
     def put(self, name: str, value: Any) -> None:
         """Sets a field of the live state to what others assign to torch's private names."""
         self.copy = None
-        if self.live is None:
-            self.place(value.device)
         if self.on_host:
             self.live = self.live._replace(**{name: value.item()})
         else:

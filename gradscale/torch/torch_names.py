@@ -49,6 +49,8 @@ def live(name: str) -> Any:
     """A field of the state as a tensor, None before the first loss; setting ends the iteration."""
 
     def put(scaler: Any, value: Any) -> None:
+        if scaler._state.live is None:
+            scaler._pipeline.place(value.device)
         scaler._state.put(name, value)
         scaler._pipeline.passes.end()
 

@@ -38,11 +38,17 @@ compiled: dict[Any, str] = {}
 
 
 def compile_instead(
-    kernel: Any, programs: int, arguments: Any, constants: Any, formats: Any = (), **options: Any
+    kernel: Any,
+    programs: int,
+    tensors: Any,
+    numbers: Any,
+    constants: Any,
+    formats: Any = (),
+    **options: Any,
 ) -> None:
     """Compiles `kernel` for these arguments, once."""
     function = kernel._function
-    types = [type_of(argument) for argument in arguments]
+    types = [type_of(argument) for argument in (*tensors, *numbers)]
     names = [parameter.name for parameter in function.params]
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     constexprs = {(len(types) + place,): constant for place, constant in enumerate(constants)}

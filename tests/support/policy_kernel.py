@@ -60,4 +60,4 @@ def update(
         settings,
     )
     constants = (words, loss_finite is not None, rule)
-    _update(state.numel() // words, arguments, constants, num_warps=1)
+    _update(state.numel() // words, arguments, (), constants, num_warps=1)

@@ -170,8 +170,9 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
     pointers = found.pointers
     # Lists of one kind of value, because pairs take twice as long to make.
     facts = (list(map(_DTYPE, grads)), list(map(Tensor.numel, grads)), found.layout)
-    stream = _stream(params[0].device)
-    key = (stream, id(params[0]), len(params))
+    device = params[0].device  # which a model keeps its parameters' ids on, if it is moved
+    stream = _stream(device)
+    key = (device, stream, id(params[0]), len(params))
     known = None if stream is None else _located.get(key)
     if known is not None and known.facts[0] == facts:
         if known.facts[1] != pointers:

@@ -1,4 +1,4 @@
-"""Copies of host values to a device, without waiting and in CUDA graphs."""
+"""Host values for a device, and small tensors on it, without waiting and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _kept: list[object] = []
 def capturing() -> bool:
     """Whether a CUDA graph is being captured."""
     # Whether CUDA is available takes three times as long to find out as whether it is in use.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def keep(*objects: object) -> None:
@@ -45,12 +45,42 @@ def send(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+class Pool:
+    """Small tensors on a device, each used once.
+
+    An allocation takes 10 us among other work (H200's host), so many are allocated at a time.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._device: torch.device | None = None
+        self._next: Iterator[Tensor] = iter(())
+
+    def take(self, device: torch.device, captured: bool) -> Tensor:
+        """The next one, uninitialized; where a CUDA graph is `captured`, memory of the graph."""
+        if captured:
+            return torch.empty(self._shape, dtype=self._dtype, device=device)
+        place = next(self._next, None) if self._device == device else None
+        if place is None:
+            self._device = device
+            with torch.inference_mode(False):
+                block = torch.empty((_BLOCK, *self._shape), dtype=self._dtype, device=device)
+                self._next = iter(block.unbind())
+            place = next(self._next)
+        return place
+
+
+_BLOCK = 256
+"""Tensors of a pool that share one allocation."""
+
+
 class AddressRing:
     """Sends lists of addresses to a device, through pinned memory that is allocated once.
 
     `upload` makes a tensor, pins it and copies it: 30 us for 40 addresses, where this takes 8 us
-    (H200's host). A place in the ring is written again after so many others that the copy from it
-    is over: fewer launches than that can be waiting for a device.
+    (H200's host, in a tight loop). A place in the ring is written again after so many others that
+    what reads it is over: fewer launches than that can be waiting for a device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,8 +88,8 @@ class AddressRing:
         self._size = 0
         self._places: Iterator[tuple[Any, Tensor]] = iter(())
 
-    def send(self, addresses: Sequence[int]) -> Tensor:
-        """`addresses` as int64 on the device, without waiting for it."""
+    def send(self, addresses: Sequence[int], copy: bool) -> Tensor:
+        """`addresses` as int64, without waiting: on the device or, without `copy`, pinned."""
         size = len(addresses)
         if self._device.type != "cuda" or size > _LONGEST:
             return upload(addresses, torch.int64, self._device)
@@ -71,7 +101,7 @@ class AddressRing:
             self._places = itertools.cycle(rows)
         words, row = next(self._places)
         words[:] = addresses
-        return row.to(self._device, non_blocking=True)
+        return row.to(self._device, non_blocking=True) if copy else row
 
 
 _PLACES = 1024

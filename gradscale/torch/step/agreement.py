@@ -29,7 +29,7 @@ def agree(pipeline: Pipeline, step: Step, norm: Any = None) -> Any:
     """
     state, passes, entries = pipeline.state, pipeline.passes, step.entries
     groups = groups_of(entries)
-    iteration, scale = passes.last or passes.current(), step.scale
+    iteration, scale = passes.origin(), step.scale
     losses = _losses_here(state, iteration)
     if norm is None and step.measured is not None:
         norm = step.measured.stats.norm

@@ -55,7 +55,6 @@ def apply(
     finally:
         if record is not None:  # the kernel has moved the scale already
             monitor.steps, monitor.last = [], last
-            last.optimizers = []
             end_iteration(pipeline)
             monitor.announce(record)
     if record is None:

@@ -87,7 +87,7 @@ def _try(
                 f"{type(loss).__name__}. Let it compute the loss and nothing else."
             )
         if pipeline.state.live is None:
-            pipeline.state.place(loss.device)
+            pipeline.place(loss.device)
         groups = pipeline.consensus.groups.among(params)
         total = loss.detach().float().sum().reshape(1)
         worst = float(largest((total * 0).abs(), groups))  # NaN if one is not finite

@@ -31,7 +31,7 @@ def find_groups(pipeline: Pipeline, entry: OptimizerEntry, params: list[Tensor])
     entry.groups_version = groups.version if plain else -1
     entry.counts = counts_all(entry.groups) if plain else None
     if entry.groups and pipeline.state.live is None:  # another rank has the loss
-        pipeline.state.place(params[0].device)
+        pipeline.place(params[0].device)
     if not entry.groups and groups.is_unknown() and pipeline.state.live is not None:
         # One rank's NaN loss may be every rank's NaN gradient.
         pipeline.passes.origin().uses_losses = False

@@ -87,7 +87,7 @@ class OptimizerEntry:
     """Steps that could have measured underflow."""
 
     def __init__(self, optimizer: Optimizer, forget: Any) -> None:
-        self._ref = weakref.ref(optimizer, forget)
+        self.ref = weakref.ref(optimizer, forget)
         self.older = takes_scaler(optimizer)
         """Whether its `step()` takes the scaler: torch's older contract."""
         self.measured: list[Measurement] = []
@@ -98,7 +98,7 @@ class OptimizerEntry:
     @property
     def optimizer(self) -> Any:
         """The optimizer; None if it is gone."""
-        return self._ref()
+        return self.ref()
 
     def found(self) -> GradStats | None:
         """What was found in its gradients, also where a kernel has written it; None before that."""
@@ -115,7 +115,7 @@ class OptimizerEntry:
         """The parameter groups of the optimizer; none if it is gone."""
         if self.masters is not None and self.masters.in_place:
             return self.masters.weight_groups()
-        optimizer = self._ref()
+        optimizer = self.ref()
         return () if optimizer is None else optimizer.param_groups
 
     def param_ids(self) -> set[int]:
@@ -252,6 +252,7 @@ class Entries:
     def __init__(self, consensus: Consensus) -> None:
         self.consensus = consensus
         self.all: list[OptimizerEntry] = []
+        """Another list when one comes or goes, so that loops over this one go on."""
         self.rows: list[int] = []
         """Steps in a row that were skipped before a checkpoint, for optimizers not met yet."""
         self.gone: list[tuple[int, tuple[Any, int]]] = []
@@ -262,29 +263,30 @@ class Entries:
     def find(self, optimizer: Any) -> OptimizerEntry | None:
         """The entry of `optimizer`; None if it has none."""
         entry = self._by_id.get(id(optimizer))
-        return entry if entry is not None and entry._ref() is optimizer else None
+        return entry if entry is not None and entry.ref() is optimizer else None
 
     def of(self, optimizer: Any, call: str) -> OptimizerEntry:
         """The entry of `optimizer`, made if there is none."""
         entry = self._by_id.get(id(optimizer))
-        if entry is not None and entry._ref() is optimizer:
+        if entry is not None and entry.ref() is optimizer:
             return entry
         if not hasattr(optimizer, "param_groups"):
             raise SettingError(f"{call}() takes an optimizer, got {type(optimizer).__name__}.")
-        by_id, key, everything, gone = self._by_id, id(optimizer), self.all, self.gone
+        key, entries = id(optimizer), weakref.ref(self)
 
         def forget(ref: Any) -> None:
-            entry = by_id.get(key)
-            if entry is not None and entry._ref is ref:
-                del by_id[key]
-                everything[:] = by_id.values()
+            here = entries()
+            entry = None if here is None else here._by_id.get(key)
+            if here is not None and entry is not None and entry.ref is ref:
+                del here._by_id[key]
+                here.all = list(here._by_id.values())
                 if entry.witness is not None:
-                    gone.append((entry.stepped_at, entry.witness))
+                    here.gone.append((entry.stepped_at, entry.witness))
 
-        entry = by_id[key] = OptimizerEntry(optimizer, forget)
+        entry = self._by_id[key] = OptimizerEntry(optimizer, forget)
         if self.rows:
             entry.row = self.rows.pop(0)
-        everything[:] = by_id.values()
+        self.all = list(self._by_id.values())
         return entry
 
     def inherit(self, entry: OptimizerEntry, params: Sequence[Tensor], count: int) -> None:

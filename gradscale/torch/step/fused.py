@@ -7,11 +7,9 @@ unusual has happened. Everything else takes the ordinary stages, with the same r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,39 +32,10 @@ from gradscale.torch.telemetry.blame import blame_later
 from gradscale.torch.telemetry.transport import Record, Sent
 
 if TYPE_CHECKING:
-    from gradscale.torch.state import ScaleState
     from gradscale.torch.step.pipeline import Pipeline
 
 _FEW = 4
 """Tables that are read one by one rather than looked for once more, as one."""
-
-
-class Copies:
-    """Places for copies of the scale, each used once."""
-
-    def __init__(self) -> None:
-        self._device: torch.device | None = None
-        self._next: Iterator[Tensor] = iter(())
-
-    def take(self, state: ScaleState, captured: bool) -> Tensor:
-        """Where a kernel leaves the scale that it moves; the state's copy from now on."""
-        if captured:
-            state.copy, state.replayed = None, True
-            return torch.empty((), dtype=torch.float32, device=state.device)
-        place = next(self._next, None)
-        if place is None or self._device != state.device:
-            self._device = state.device
-            # Many at once: an allocation and a view take longer than the rest of this.
-            with torch.inference_mode(False):
-                block = torch.empty(_BLOCK, dtype=torch.float32, device=state.device)
-                self._next = iter(block.unbind())
-            place = next(self._next)
-        state.copy = place
-        return place
-
-
-_BLOCK = 256
-"""Copies that share one allocation."""
 
 
 def is_plain(pipeline: Pipeline, iteration: Iteration) -> bool:
@@ -115,7 +84,7 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
         rows = partial(_one_format, (plan.params[0].device, tables[0][0]))
     captured = dispatch.capturing()
     record = pipeline.monitor.slots.take(pipeline.state.device, captured)  # type: ignore[arg-type]
-    copy = pipeline.copies.take(pipeline.state, captured)
+    copy = pipeline.state.next_copy(captured)
     _decide(pipeline, step, tables, rows, record, copy, max_norm, groups)
     divisor, skip = (value_at(step.decision, name) for name in ("divisor", "skip"))  # type: ignore[arg-type]
     step.skip = skip
@@ -136,7 +105,7 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
     first = pipeline.row_of(step.entries[0])
     for entry in step.entries[1:]:
         pipeline.row_of(entry).copy_(first)
-    step.optimizers = [entry.held for entry in step.entries]
+    step.refs = [entry.ref for entry in step.entries]
     return _record_of(pipeline, record, step, captured)
 
 
@@ -303,7 +272,7 @@ def advance_fused(pipeline: Pipeline) -> Record | None:
         step.scale.tensor,
         row=pipeline.row_of(used[0]),
         record=record,
-        copy=pipeline.copies.take(pipeline.state, captured),
+        copy=pipeline.state.next_copy(captured),
         **_arguments(pipeline, iteration),
     )
     iteration.finite = step.decision
@@ -314,6 +283,6 @@ def advance_fused(pipeline: Pipeline) -> Record | None:
 def _record_of(pipeline: Pipeline, record: Tensor, step: Step, captured: bool) -> Record:
     """The record of one step that a kernel writes to `record`."""
     monitor = pipeline.monitor
-    layout = monitor.layout_of(step.optimizers, pipeline.state.floor)
+    layout = monitor.layout_of(step.optimizers(), pipeline.state.floor)
     sent = None if captured else Sent(record, monitor.mark_on(pipeline.state.device))
     return Record(layout, [step], record, sent)

@@ -185,14 +185,18 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
         passes.claim()
     iteration = passes.last or passes.current()
     moves: Moves = []
+    if not state.on_host:
+        record = fused.advance_fused(pipeline) if new_scale is None else None
+        if record is not None:
+            end_iteration(pipeline)
+            monitor.announce(record)
+            return
+        for one in monitor.steps:
+            pipeline.count_late(one)
     if new_scale is not None:
         state.set_scale(new_scale)
         _move_losses(pipeline, iteration, moves)
     else:
-        if not state.on_host and (record := fused.advance_fused(pipeline)) is not None:
-            end_iteration(pipeline)
-            monitor.announce(record)
-            return
         checked = []
         stepped = False
         for entry in pipeline.entries.all:
@@ -205,9 +209,6 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
                 "update() was called, but no gradients were checked since the last update(). Call "
                 "scaler.step(optimizer) first."
             )
-        if not state.on_host:
-            for one in monitor.steps:
-                pipeline.count_late(one)
         if checked:
             for entry in checked if not state.on_host else ():
                 entry.found()
@@ -216,7 +217,6 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
     if state.on_host and not monitor.busy and _is_quiet(monitor.steps, moves):
         if monitor.steps:
             monitor.last, monitor.steps = monitor.steps[-1], []
-            monitor.last.optimizers = []
         end_iteration(pipeline)
         return
     scale = state.live.scale if state.on_host else state.live.scale.clone()

@@ -241,7 +241,7 @@ class Passes:
         return self.current() if self.last is None else self.last
 
     def scaled_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the scale; its backward pass begins in `begin()`."""
+        """`loss` times the scale; its backward pass begins in `_begin()`."""
         half = loss.dtype is torch.float16
         if half:
             self.check_half()
@@ -256,7 +256,7 @@ class Passes:
         node = scaled.grad_fn
         if node is not None and not torch._C._functorch.is_functorch_wrapped_tensor(scaled):
             # A hook of the node: those of tensors, and functions in Python, take longer.
-            node.register_prehook(partial(_begin, self, loss.detach(), scale))
+            node.register_prehook(partial(self._begin, loss.detach(), scale))
         self.last_scaled = weakref.ref(scaled)
         return scaled
 
@@ -275,6 +275,19 @@ class Passes:
                 stacklevel=caller_level(),
             )
 
+    def _begin(
+        self, loss: Tensor, then: Scale, grads: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """Begins the pass of a loss that was multiplied by `then`; called with its seed gradient.
+
+        Where the pass runs in a later iteration, the gradient is brought to the scale of that one.
+        """
+        scale = self.begin(loss)
+        if scale is then or (scale.number is not None and scale.number == then.number):
+            return None
+        ratio = scale.over(then)
+        return tuple(grad * move(ratio, grad.device) for grad in grads)
+
     def begin(self, loss: Tensor) -> Scale:
         """The scale of the iteration in which the pass of `loss` runs, called from inside of it."""
         iteration = self.current()
@@ -284,13 +297,7 @@ class Passes:
             self.begin_pass(iteration)
             if self.watched:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_soon)
-        if iteration.scale.number is not None and loss.numel() == 1:
-            if not math.isfinite(loss.item()):
-                iteration.loss_finite = False
-            elif iteration.loss_finite is None:
-                iteration.loss_finite = True
-        else:
-            iteration.note_loss(loss)
+        iteration.note_loss(loss)
         return iteration.scale
 
     def begin_pass(self, iteration: Iteration) -> None:
@@ -412,20 +419,6 @@ class _Watched:
             if param.grad is not None
             and (param.grad is not grad or version_of(param.grad) != version)
         ]
-
-
-def _begin(
-    passes: Passes, loss: Tensor, then: Scale, grads: tuple[Tensor, ...]
-) -> tuple[Tensor, ...] | None:
-    """Begins the pass of a loss that was multiplied by `then`; called with its seed gradient.
-
-    Where the pass runs in a later iteration, the gradient is brought to the scale of that one.
-    """
-    scale = passes.begin(loss)
-    if scale is then or (scale.number is not None and scale.number == then.number):
-        return None
-    ratio = scale.over(then)
-    return tuple(grad * move(ratio, grad.device) for grad in grads)
 
 
 def _all_finite(loss: Tensor) -> Tensor:

@@ -67,8 +67,9 @@ class Pipeline:
         self.monitor = monitor
         self.entries = Entries(consensus)
         self.entries.rows = list(rows)
+        if any(rows):
+            monitor.restore(rows)
         self.passes = Passes(state, self.entries)
-        self.copies = fused.Copies()
         self.recheck = recheck
         self.underflow_every = underflow_every
         self.unfinished: Step | None = None
@@ -87,6 +88,13 @@ class Pipeline:
             "underflow_every": self.underflow_every,
             "rows": self.entries.skipped_rows(),
         }
+
+    def place(self, device: torch.device) -> None:
+        """Puts the state of the scale on `device`, that of the first loss."""
+        self.passes.refuse_capture("The first loss is scaled")
+        self.state.place(device)
+        if not self.state.on_host:
+            self.monitor.log.prepare(device)
 
     # Collect.
 
@@ -127,9 +135,7 @@ class Pipeline:
                 if entry.masters is None:
                     refuse_small_eps(entry.held, params)
                 entry.formats = formats
-            if entry.stage is READY and not entry.stepped_at < passes.count:
-                checks.refuse_used(self, entry, call)
-            elif entry.stepped_at < 0 and not passes.count and entry.stage is READY:
+            if entry.stage is READY and max(entry.stepped_at, 0) >= passes.count:
                 checks.refuse_used(self, entry, call)
         if len(entries) > 1:
             for entry in entries:
@@ -284,12 +290,10 @@ class Pipeline:
 
     def agree(self, step: Step, max_norm: float | None = None) -> None:
         """Combines what was found with the other ranks that must decide alike."""
-        for entry in step.entries:
-            if entry.groups:
-                norm = agree(self, step)
-                if max_norm is not None:
-                    step.clip = clip_factor(norm, max_norm)
-                return
+        if any(entry.groups for entry in step.entries):
+            norm = agree(self, step)
+            if max_norm is not None:
+                step.clip = clip_factor(norm, max_norm)
 
     def decide(self, step: Step) -> None:
         """Decides whether the step is skipped."""
@@ -422,7 +426,7 @@ class Pipeline:
         if step.decision is not None:
             step.row = value_at(step.decision, "skipped_in_a_row")
             step.losses_finite = value_at(step.decision, "loss_finite")
-            for optimizer in step.optimizers:
+            for optimizer in step.optimizers():
                 entry = self.entries.find(optimizer)
                 if entry is not None:
                     self.row_of(entry).copy_(step.row)

@@ -56,8 +56,8 @@ class Step:
 
     def __init__(self, entries: list[OptimizerEntry], grads: Gradients, scale: Scale) -> None:
         self.entries = entries
-        self.optimizers: list[Any] = []
-        """Those of the entries, once the step is over."""
+        self.refs: list[Any] = []
+        """Of the optimizers, weakly: the last step is kept, and would keep them alive."""
         self.grads = grads
         self.scale = scale
         """The scale of the gradients when they were made."""
@@ -87,8 +87,12 @@ class Step:
 
     def drop_gradients(self) -> None:
         """Drops the references to the gradients, which would keep them alive."""
-        self.optimizers = [entry.held for entry in self.entries]
+        self.refs = [entry.ref for entry in self.entries]
         self.grads, self.measured, self.entries = _NO_GRADIENTS, None, []
+
+    def optimizers(self) -> list[Any]:
+        """The optimizers that it stepped, once it is over, and that are still there."""
+        return [optimizer for ref in self.refs if (optimizer := ref()) is not None]
 
     def outcome(self) -> StepOutcome:
         """What became of the step, made when first asked for."""

@@ -85,7 +85,9 @@ class Monitor:
         """Keeps the outcome of a step that a disabled scaler took."""
         # One for each optimizer: with a disabled scaler, update() need not be called.
         key = self.key_of(optimizers)
-        others = [each for each in self.steps if self.key_of(each.optimizers) not in (key, _NOBODY)]
+        others = [
+            each for each in self.steps if self.key_of(each.optimizers()) not in (key, _NOBODY)
+        ]
         self.steps = [*others, PlainStep(optimizers, outcome)]
 
     def key_of(self, optimizers: Sequence[Any]) -> frozenset[int]:
@@ -115,9 +117,7 @@ class Monitor:
         steps, self.steps = self.steps, []
         if steps:
             self.last = steps[-1]
-        keys = [self.key_of(step.optimizers) for step in steps]
-        for step in steps:
-            step.optimizers = []  # the last step is kept, and would keep them alive
+        keys = [self.key_of(step.optimizers()) for step in steps]
         if not isinstance(number, Tensor):
             made = tuple(
                 Step(key, not step.skip, step.losses_finite is not False, step.row, step)
@@ -170,14 +170,19 @@ class Monitor:
 
     def forget(self, rows: Sequence[int] = ()) -> None:
         """Drops what is on its way, which is of another run; `rows` are its skips in a row."""
+        self.steps = []
         self._records.clear()
         self._replayed.clear()
         self._due.clear()
         self._number = 0
-        self.tracker.restore(rows)
-        self.busy, self._calm = True, False
+        self.restore(rows)
         self.followers.forget()
         self.log.forget()
+
+    def restore(self, rows: Sequence[int]) -> None:
+        """Goes on with these skips in a row, of every optimizer."""
+        self.tracker.restore(rows)
+        self.busy, self._calm = True, False
 
     def deliver(self, wait: bool = False) -> None:
         """Calls back for every record that has arrived, or, with `wait`, for all and all replays.
@@ -254,14 +259,11 @@ class Monitor:
         warnings.warn(text, stacklevel=caller_level())
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings and the counts: callbacks, followers and outcomes stay where they are."""
-        rows = self.tracker.skipped_in_a_row
-        return {"settings": (self.on_stuck, self.tracker.stuck_after), "rows": rows}
+        """The settings: callbacks, followers, outcomes and counts stay where they are."""
+        return {"settings": (self.on_stuck, self.tracker.stuck_after)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["settings"])  # type: ignore[misc]
-        self.tracker.restore(state["rows"])
-        self.busy = any(state["rows"])
 
 
 _NO_LAYOUT = Layout((), ())
@@ -284,18 +286,13 @@ class PlainStep:
     __slots__ = ("_outcome", "_refs", "losses_finite", "row", "skip")
 
     def __init__(self, optimizers: Sequence[Any], outcome: StepOutcome) -> None:
-        self.optimizers = optimizers
+        self._refs = [weakref.ref(optimizer) for optimizer in optimizers]
         self.skip, self.losses_finite, self.row = False, True, 0
         self._outcome = outcome
 
-    @property
     def optimizers(self) -> list[Any]:
         """The optimizers that it stepped and that are still there."""
         return [optimizer for ref in self._refs if (optimizer := ref()) is not None]
-
-    @optimizers.setter
-    def optimizers(self, optimizers: Sequence[Any]) -> None:
-        self._refs = [weakref.ref(optimizer) for optimizer in optimizers]
 
     def outcome(self) -> StepOutcome:
         """What became of it."""

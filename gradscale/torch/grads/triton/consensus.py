@@ -25,8 +25,8 @@ def _report(
     norm_at,
     loss_at,
     checksum_at,
-    rank,
     words,
+    rank,
     LOSS: tl.constexpr,
     CHECKSUM: tl.constexpr,
 ):
@@ -70,15 +70,14 @@ def report(
         rank: Its number.
     """
     words = torch.empty((1, len(REPORT.value)), dtype=torch.float32, device=summary.device)
-    arguments = (
+    tensors = (
         summary,
         norm,
         summary if loss is None else loss,
         summary if checksum is None else checksum,
-        float(rank),
         words,
     )
-    _report(1, arguments, (loss_kind, checksum is not None), formats_of(loss))
+    _report(1, tensors, (float(rank),), (loss_kind, checksum is not None), formats_of(loss))
     return words
 
 
@@ -89,7 +88,7 @@ def _no_nan(value):
 
 
 @Kernel
-def _fold(rows, ranks, losses, words, WORDS: tl.constexpr, RULES: tl.constexpr):
+def _fold(rows, words, ranks, losses, WORDS: tl.constexpr, RULES: tl.constexpr):
     """Folds one word of the rows of all ranks, for one loss; `RULES` is a digit for each word."""
     loss = tl.program_id(0) // WORDS
     place = tl.program_id(0) % WORDS
@@ -129,6 +128,6 @@ def fold(rows: Tensor) -> Tensor:
     """
     ranks, losses, count = rows.shape
     words = torch.empty((losses, count), dtype=torch.float32, device=rows.device)
-    arguments = (rows.contiguous(), ranks, losses, words)
-    _fold(losses * count, arguments, (len(REPORT.value), _RULES))
+    constants = (len(REPORT.value), _RULES)
+    _fold(losses * count, (rows.contiguous(), words), (ranks, losses), constants)
     return words

@@ -156,7 +156,6 @@ def write_decision(
 def _decide(
     words,
     summary,
-    max_norm,
     scale_at,
     row_at,
     state_at,
@@ -164,6 +163,7 @@ def _decide(
     record_at,
     copy_at,
     decision_at,
+    max_norm,
     LOSS: tl.constexpr,
     RULE: tl.constexpr,
 ):
@@ -213,10 +213,8 @@ def decide(
         max_norm: What the norm is clipped to.
     """
     decision = torch.empty(len(DECISION.value), dtype=torch.float32, device=scale.device)
-    arguments = (
-        words, summary, float(max_norm), scale, row, state, settings, record, copy, decision,
-    )  # fmt: skip
-    _decide(1, arguments, (loss_kind != 0, rule))
+    tensors = (words, summary, scale, row, state, settings, record, copy, decision)
+    _decide(1, tensors, (float(max_norm),), (loss_kind != 0, rule))
     return decision
 
 
@@ -271,7 +269,6 @@ def advance(
         scale: float32: the scale of its gradients.
         row: int32: how many steps in a row were skipped; counted on.
     """
-    arguments = (
-        decision, row, scale, state if loss is None else loss, state, settings, record, copy,
-    )  # fmt: skip
-    _advance(1, arguments, (loss_kind, rule), formats_of(loss), num_warps=1)
+    tested = state if loss is None else loss
+    tensors = (decision, row, scale, tested, state, settings, record, copy)
+    _advance(1, tensors, (), (loss_kind, rule), formats_of(loss), num_warps=1)

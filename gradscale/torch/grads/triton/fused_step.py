@@ -195,17 +195,17 @@ def _walk(
 @Kernel
 def _step(
     addresses,
-    tensors,
     sizes,
     firsts,
     owners,
     divisor_at,
     skip_at,
     lr_at,
+    arrivals,
+    tensors,
     lr,
     weight_decay,
     kept,
-    arrivals,
     beta1,
     rest1,
     beta2,
@@ -331,17 +331,19 @@ def step(
         # Counters, at 0 between launches, of the pieces of every tensor that are done.
         none = torch.zeros(table.tensors, dtype=torch.int32, device=table.device)
         table.workspace["arrivals"] = [none]
-    arguments = (
+    pointers = (
         table.addresses,
-        table.tensors,
         *chunks[:3],
         anywhere if divisor is None else divisor,
         anywhere if skip is None else skip,
         lr if tensor else anywhere,
+        *table.workspace["arrivals"],
+    )
+    values = (
+        table.tensors,
         rate,
         float(weight_decay),
         1.0 - rate * weight_decay,
-        *table.workspace["arrivals"],
         *numbers,
         *(0.0,) * (_NUMBERS - len(numbers)),
     )
@@ -365,4 +367,4 @@ def step(
     programs, formats = chunks.total * (CHUNK // SIZE), (lr.dtype,) if tensor else ()
     # A product that is rounded before it is added is the same on every machine and in the
     # interpreter; the step waits for memory anyway.
-    _step(programs, arguments, constants, formats, num_warps=4, enable_fp_fusion=False)
+    _step(programs, pointers, values, constants, formats, num_warps=4, enable_fp_fusion=False)

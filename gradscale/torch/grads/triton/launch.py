@@ -24,8 +24,8 @@ _KEPT = 256
 class Kernel:
     """A Triton kernel whose compiled forms are kept.
 
-    Its constants come last, and an argument has the same format in every call with the same
-    constants and the same `formats`; a whole number is always below 2**31.
+    Its arguments are pointers, then numbers, then constants. An argument has the same format in
+    every call with the same constants and the same `formats`; a whole number is below 2**31.
     """
 
     def __init__(self, function: Any) -> None:
@@ -39,20 +39,24 @@ class Kernel:
     def __call__(
         self,
         programs: int,
-        arguments: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float],
         constants: tuple[Any, ...],
         formats: tuple[Any, ...] = (),
         **options: Any,
     ) -> None:
-        """Launches `programs` programs on the device of the first argument, the current one."""
-        cuda = arguments[0].is_cuda
+        """Launches `programs` programs on the device of the last tensor, the current one."""
+        cuda = tensors[-1].is_cuda  # others may be in pinned memory
         device = torch._C._cuda_getDevice() if cuda else -1
         key = (device, programs, formats, constants)
         launch = self._launchers.get(key)
         if launch is not None:
-            launch(torch._C._cuda_getCurrentRawStream(device), *arguments, *constants)
+            # As addresses: of a tensor, Triton asks the driver what it is, for every argument.
+            addresses = map(torch.Tensor.data_ptr, tensors)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            launch(stream, *addresses, *numbers, *constants)
             return
-        form = self._function[(programs,)](*arguments, *constants, **options)
+        form = self._function[(programs,)](*tensors, *numbers, *constants, **options)
         if cuda and form is not None:  # the interpreter compiles nothing
             if len(self._launchers) >= _KEPT:
                 self._launchers.clear()

@@ -26,7 +26,7 @@ from gradscale.torch.grads.triton.chunks import (
 )
 from gradscale.torch.grads.triton.decide import loss_is_finite, write_decision
 from gradscale.torch.grads.triton.launch import Kernel, formats_of
-from gradscale.torch.grads.triton.offsets import DECISION, SUMMARY
+from gradscale.torch.grads.triton.offsets import SUMMARY
 from gradscale.torch.grads.triton.reduce import (
     COUNTS,
     FLOATS,
@@ -38,6 +38,7 @@ from gradscale.torch.grads.triton.reduce import (
     summarize,
 )
 from gradscale.torch.grads.triton.tables import CHUNK, Table
+from gradscale.torch.grads.upload import capturing
 
 
 @Kernel
@@ -53,10 +54,6 @@ def _measure(
     numbers,
     counts,
     scale_at,
-    before,
-    tensors,
-    smallest_normal,
-    max_norm,
     result,
     row_at,
     loss_at,
@@ -64,6 +61,10 @@ def _measure(
     settings_at,
     record_at,
     copy_at,
+    before,
+    tensors,
+    smallest_normal,
+    max_norm,
     element: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -150,7 +151,7 @@ def measure(
     constants = (smallest_normal is not None, unscale, 0, LOSS_OFF, CONSTANT)
     numbers = (0.0 if smallest_normal is None else smallest_normal, float(max_norm))
     rest = (summary, *[inv_scale] * 6)  # pointers that are not used
-    return summary, _launch(tables, inv_scale, numbers, rest, constants, ())
+    return summary, _launch(tables, inv_scale, numbers, rest, constants, (), capturing())
 
 
 def measure_and_decide(
@@ -178,11 +179,12 @@ def measure_and_decide(
         unscale: Whether to divide the tensors by the scale in place, in the same pass.
         advance: Whether to count the step and to move the state; else `decide.advance` does.
     """
-    decision = torch.empty(len(DECISION.value), dtype=torch.float32, device=scale.device)
+    captured = capturing()
+    decision = tables[0][1].decisions.take(scale.device, captured)
     constants = (smallest_normal is not None, unscale, 2 if advance else 1, loss_kind, rule)
     numbers = (0.0 if smallest_normal is None else smallest_normal, float(max_norm))
     rest = (decision, row, state if loss is None else loss, state, settings, record, copy)
-    return decision, _launch(tables, scale, numbers, rest, constants, formats_of(loss))
+    return decision, _launch(tables, scale, numbers, rest, constants, formats_of(loss), captured)
 
 
 def _launch(
@@ -192,20 +194,24 @@ def _launch(
     rest: tuple[Tensor, ...],
     constants: tuple[Any, ...],
     formats: tuple[Any, ...],
+    captured: bool,
 ) -> Tensor:
     """Launches the kernel for every format; the infinities and NaNs of every tensor."""
     tensors = tables[0][1].tensors
     for _, table in tables[1:]:
         tensors += table.tensors
     shared = _shared(tables[0][1], tensors)
-    counts = torch.empty((tensors, COUNTS.value), dtype=torch.int64, device=scale.device)
+    if len(tables) == 1:
+        counts = tables[0][1].counts.take(scale.device, captured)
+    else:
+        counts = torch.empty((tensors, COUNTS.value), dtype=torch.int64, device=scale.device)
     before = 0
     try:
         for dtype, table in tables:
-            space = (table.addresses, *_workspace(table), *shared, counts)
-            arguments = (*space, scale, before, tensors, *numbers, *rest)
+            read = (table.addresses, *_workspace(table), *shared, counts, scale, *rest)
             form = (ELEMENTS[dtype], CHUNK, table.aligned, *constants)
-            _measure(table.chunks.total, arguments, form, formats, num_warps=8)
+            total = table.chunks.total
+            _measure(total, read, (before, tensors, *numbers), form, formats, num_warps=8)
             before += table.tensors
     except BaseException:
         # Some programs have arrived, and those that they wait for never will.

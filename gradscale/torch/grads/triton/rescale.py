@@ -35,6 +35,7 @@ def multiply(tables: Tables, factor: Tensor) -> None:
         _multiply(
             table.chunks.total,
             (table.addresses, *table.chunks[:3], factor),
+            (),
             (ELEMENTS[dtype], CHUNK, table.aligned),
             num_warps=8,
         )

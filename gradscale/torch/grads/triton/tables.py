@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradscale.torch.grads.upload import AddressRing, capturing, keep, send, upload
+from gradscale.torch.grads.fields import DECISION
+from gradscale.torch.grads.upload import AddressRing, Pool, capturing, keep, send, upload
 
 CHUNK = 2**15
 """Elements that one program takes."""
@@ -55,6 +56,9 @@ class Chunks(NamedTuple):
 
 _KEPT = 16
 """Sets of addresses that a table keeps on the device."""
+_FEW = 256
+"""Chunks of tensors whose addresses programs read from pinned memory: the copy to the device would
+take 50 us of the host's time (H200, among other work), and these reads a few of the device's."""
 
 
 class Table:
@@ -64,38 +68,46 @@ class Table:
         self.chunks = Chunks.of(sizes, device)
         self.device = device
         self._addresses: list[int] = []
-        self._kept: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+        self._kept: dict[tuple[int, ...], Tensor] = {}
         self._ring = AddressRing(device)
         self.addresses = torch.empty(0, dtype=torch.int64, device=device)
-        """int64, on the device."""
+        """int64, on the device or in pinned memory."""
         self.tensors = len(sizes)
         """How many there are in a list."""
         self.workspace: dict[str, list[Tensor]] = {}
         """Where programs leave what others take; the owner of a kernel fills this."""
+        self.counts = Pool((len(sizes), 2), torch.int64)
+        """For the infinities and NaNs of every tensor."""
+        self.decisions = Pool((len(DECISION),), torch.float32)
         self.aligned = False
         """Whether every address is a multiple of `ALIGNMENT`."""
 
     def point_to(self, addresses: list[int]) -> None:
         """Takes the `addresses` that the tensors have now, list by list."""
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self.addresses, self.aligned = self._uploaded(addresses)
-        if self.device.type == "cuda":
+        captured = capturing()
+        if addresses == self._addresses and not captured:
+            return
+        self._addresses = addresses
+        self.aligned = reduce(or_, addresses, 0) % ALIGNMENT == 0
+        if captured:
+            # A copy that every replay repeats, to memory of the graph.
+            self._addresses, self.addresses = [], upload(addresses, torch.int64, self.device)
             keep(self, self.addresses)
+        elif self.chunks.total <= _FEW:
+            self.addresses = self._ring.send(addresses, copy=False)
+        else:
+            self.addresses = self._uploaded(addresses)
 
-    def _uploaded(self, addresses: list[int]) -> tuple[Tensor, bool]:
-        """`addresses` on the device, and whether all are aligned.
+    def _uploaded(self, addresses: list[int]) -> Tensor:
+        """`addresses` on the device.
 
         An allocator gives the gradients of a loop few different sets of addresses, so some are
-        kept. Not in a CUDA graph, where they are a copy that every replay repeats.
+        kept.
         """
         key = tuple(addresses)
-        found = None if capturing() else self._kept.get(key)
+        found = self._kept.get(key)
         if found is None:
-            aligned = reduce(or_, addresses, 0) % ALIGNMENT == 0
-            if capturing():
-                return upload(addresses, torch.int64, self.device), aligned
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            found = self._kept[key] = self._ring.send(addresses), aligned
+            found = self._kept[key] = self._ring.send(addresses, copy=True)
         return found

@@ -28,6 +28,7 @@ from gradscale.torch.grads.collect import Gradients, grouped
 from gradscale.torch.grads.reference import Measurement
 from gradscale.torch.grads.scale import Scale
 
+
 # numpy warns of overflows that are meant to happen in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
@@ -229,6 +230,17 @@ def test_addresses_are_sent_only_when_they_are_new() -> None:
     other = torch.ones(5, device=HERE)
     table.point_to([other.data_ptr(), first[1]])
     assert table.addresses.tolist() == [other.data_ptr(), first[1]]
+    assert sent.tolist() == first  # a kernel may still read it
+    table.point_to(list(first))
+    assert table.addresses.tolist() == first
+
+
+def test_large_tensors_keep_some_sets_of_addresses_on_the_device() -> None:
+    large = [torch.ones(CHUNK * _FEW, device=HERE), torch.ones(7, device=HERE)]
+    [(_, table)] = kernel_tables.tables(large)
+    first, sent = [value.data_ptr() for value in large], table.addresses
+    table.point_to([large[0].data_ptr(), torch.ones(7, device=HERE).data_ptr()])
+    assert table.addresses is not sent
     table.point_to(list(first))
     assert table.addresses is sent
 
