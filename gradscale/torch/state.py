@@ -114,42 +114,41 @@ class ScaleState:
 
     def current(self, half: bool = False) -> Scale:
         """A copy of the scale of now; with `half`, at most what a float16 loss can bear."""
-        live = self.live
-        if self.on_host:
-            number = live.scale
-            if half:
-                number = min(number, HALF_LOSS_SCALE)
-                self.live = live._replace(scale=self._held_for_half(live.scale))
-            return Scale(constant(number), number, constant(1.0 / number))
-        if self.copy is not None and not half and not self.replayed:
+        if half:
+            self.copy = None
+        elif self.copy is not None and not self.replayed:
             return Scale(self.copy, None)
+        scale, self.live = self._copied(self.live, half)
+        return scale
+
+    def _copied(self, state: Any, half: bool) -> tuple[Scale, Any]:
+        """A copy of the scale of `state`, limited for a float16 loss, and what `state` is then.
+
+        A float16 loss also limits the scale of `state`, which would else grow on and on out of use,
+        but not below a floor, nor where the policy has none.
+        """
+        low = getattr(self.policy, "min_scale", None)
+        kept = torch.inf if low is None or not half else max(HALF_LOSS_SCALE, low)
+        if self.on_host:
+            number = state.scale
+            if half:
+                state = state._replace(scale=min(number, kept))
+                number = min(number, HALF_LOSS_SCALE)
+            return Scale(constant(number), number, constant(1.0 / number)), state
         with torch.inference_mode(False):
-            scale = live.scale.clone()
+            scale = state.scale.clone()
             if half:
                 scale.clamp_(max=HALF_LOSS_SCALE)
-                live.scale.clamp_(max=self._held_for_half(torch.inf))
-                self.copy = None
-            return Scale(scale, None)
-
-    def _held_for_half(self, scale: float) -> float:
-        """What a float16 loss leaves of `scale`: else it would grow on and on, out of use."""
-        low = getattr(self.policy, "min_scale", None)
-        return scale if low is None else min(scale, max(HALF_LOSS_SCALE, low))
+                state.scale.clamp_(max=kept)
+        return Scale(scale, None), state
 
     def loss_scale(self, loss_id: LossId, half: bool) -> Scale:
         """A copy of the scale of the loss called `loss_id`, which may be new."""
         if loss_id not in self.losses:
             first = self.policy.init()
             self.losses[loss_id] = first if self.on_host else self._on_device(first)
-        state = self.losses[loss_id]
-        limit = self._held_for_half(torch.inf) if half else torch.inf
-        if self.on_host:
-            self.losses[loss_id] = state = state._replace(scale=min(state.scale, limit))
-            number = state.scale
-            return Scale(constant(number), number, constant(1.0 / number))
-        if half:
-            state.scale.clamp_(max=limit)
-        return Scale(state.scale.clone(), None)
+        scale, self.losses[loss_id] = self._copied(self.losses[loss_id], half)
+        return scale
 
     # Moving.
 
@@ -337,7 +336,7 @@ class ScaleState:
 
     def guarded(self) -> list[Tensor]:
         """All that ranks must have the same of: scales, and what is counted for them."""
-        states = [self.live, *(self.losses[key] for key in sorted(self.losses, key=str))]
+        states = [self.live, *(self.losses[key] for key in sorted(self.losses, key=repr))]
         values = [*(value for state in states for value in state), self.counters.bad_losses]
         return list(map(_as_tensor, values))
 
@@ -348,7 +347,7 @@ class ScaleState:
             return  # they were written in place
         numbers = iter([value.item() for value in values])
         self.live = type(self.live)(*(next(numbers) for _ in self.live))
-        for key in sorted(self.losses, key=str):
+        for key in sorted(self.losses, key=repr):
             state = self.losses[key]
             self.losses[key] = type(state)(*(next(numbers) for _ in state))
         self.counters = self.counters._replace(bad_losses=next(numbers))

@@ -558,3 +558,69 @@ def test_a_scale_that_is_set_is_a_float32_as_torchs_is() -> None:
     scaler.scale(w.sum())
     scaler.update(3e-5)
     assert scaler.get_scale() == torch.tensor(3e-5, dtype=torch.float32).item()
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError("planted")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_droppable_pass_that_raises_may_be_left_out(first: bool) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), weight()
+    optimizer = SGD([w], lr=1.0)
+    for fails in (first, not first):
+        if fails:
+            with pytest.raises(MemoryError):
+                scaler.backward(Fails.apply(w).sum(), droppable=True)
+        else:
+            scaler.backward(w.sum(), droppable=True)
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.item() == -1.0
+
+
+def test_a_pass_of_an_own_loss_that_raises_is_none_of_the_common_scale() -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0, growth_interval=1), weight()
+    with pytest.raises(MemoryError):
+        scaler.backward(Fails.apply(w).sum(), loss_id=1)
+    scaler.backward(w.sum(), loss_id=1)
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [4.0, 8.0]  # as without the first one
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [gs.Static(2.0**16), gs.Dynamic(init_scale=2.0**17, min_scale=2.0**16)],
+    ids=["without a floor", "with a high floor"],
+)
+def test_a_float16_loss_of_its_own_is_limited_by_any_policy(
+    policy: gs.Policy, tensors: bool
+) -> None:
+    scaler, w = GradScaler("cpu", policy=policy), weight()
+    if tensors:
+        keep_in_tensors(scaler)
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        scaler.backward(w.half().sum(), loss_id=1)
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert w.item() == -1.0
+    assert scaler.get_scale(1) == 2.0**16  # what the policy can hold
+
+
+def test_loss_ids_have_one_order_on_all_ranks() -> None:
+    guarded = []
+    for ids in ((1, "1"), ("1", 1)):
+        scaler, w = GradScaler("cpu", init_scale=4.0), weight()
+        for loss_id in ids:
+            scaler.backward(w.sum(), loss_id=loss_id)
+        scaler._state.losses[1] = scaler._state.losses[1]._replace(scale=2.0)
+        guarded.append([value.item() for value in scaler._state.guarded()])
+    assert guarded[0] == guarded[1]
