@@ -22,6 +22,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import gradscale as gs
+import gradscale.torch.optim
 from cpu_graph import keep_in_tensors
 from gradscale.torch import GradScaler, MixedPrecision
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
@@ -615,6 +616,93 @@ def test_a_float16_loss_of_its_own_is_limited_by_any_policy(
     assert scaler.get_scale(1) == 2.0**16  # what the policy can hold
 
 
+def test_a_float16_penalty_limits_the_first_loss_of_the_next_iteration() -> None:
+    scaler, w = GradScaler("cpu", policy=gs.Static(2.0**16)), weight()
+    optimizer = SGD([w], lr=1.0)
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        scaler.grad(w.half().sum(), w)
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    scaler.backward(w.sum())
+    (grad,) = scaler.grad(w.half().sum(), w)
+    assert grad is not None
+    assert grad.item() == 1.0
+
+
+def test_penalties_of_a_second_thread_are_refused() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    scaler.backward(w.sum())
+    errors: list[Exception] = []
+
+    def penalty() -> None:
+        try:
+            scaler.grad(w.sum(), w)
+        except gs.CallOrderError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=penalty)
+    thread.start()
+    thread.join()
+    assert "second thread" in str(errors)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_iteration_ends_though_zero_grad_raises(enabled: bool) -> None:
+    class Clumsy(SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+            raise MemoryError("planted")
+
+    scaler, w = GradScaler("cpu", init_scale=4.0, growth_interval=1, enabled=enabled), weight()
+    optimizer, followed = Clumsy([w], lr=1.0), []
+    scaler.follow(lambda: followed.append(w.item()), wait=True)
+    for count in (1, 2):
+        scaler.backward(w.sum())
+        with pytest.raises(MemoryError):
+            scaler.apply(optimizer)
+        assert len(followed) == count
+    assert w.item() == -2.0
+    assert scaler.get_scale() == (16.0 if enabled else 1.0)
+
+
+def test_a_closure_after_gradients_that_no_unscaling_has_seen_is_an_error() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.scale(w.sum())
+    scaler.unscale_(optimizer)
+    w.grad = torch.ones(1)
+
+    def closure() -> Tensor:
+        raise AssertionError("evaluated")
+
+    with pytest.raises(gs.CallOrderError, match="where unscale_\\(\\) has found none"):
+        scaler.step(optimizer, closure)
+    assert w.item() == 0.0
+
+
+def test_a_pass_after_a_late_step_beside_masters_that_raised_is_noticed() -> None:
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    with_masters = SGD(models[0].parameters(), lr=1.0)
+    plain = gradscale.torch.optim.SGD(models[1].parameters(), lr=1.0)
+    mp = MixedPrecision(models, [with_masters, plain], "fp16-master", policy=gs.Static(8.0))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("planted")
+
+    def run_backward() -> None:
+        mp.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+
+    handle = with_masters.register_step_pre_hook(fail)
+    run_backward()
+    mp.scaler.update(8.0)
+    with pytest.raises(MemoryError):
+        mp.step(clip_value=0.5)
+    handle.remove()
+    run_backward()  # adds scaled gradients to those that are unscaled and clipped
+    with pytest.raises(gs.CallOrderError, match="scaled gradients to the unscaled ones"):
+        mp.step(clip_value=0.5)
+
+
 def test_loss_ids_have_one_order_on_all_ranks() -> None:
     guarded = []
     for ids in ((1, "1"), ("1", 1)):
@@ -624,3 +712,20 @@ def test_loss_ids_have_one_order_on_all_ranks() -> None:
         scaler._state.losses[1] = scaler._state.losses[1]._replace(scale=2.0)
         guarded.append([value.item() for value in scaler._state.guarded()])
     assert guarded[0] == guarded[1]
+
+
+def test_abandon_waits_for_the_step_of_another_thread() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    optimizer = SGD([w], lr=1.0)
+    thread = threading.Thread(target=scaler.abandon)
+
+    def in_the_step(*_: object) -> None:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+
+    optimizer.register_step_pre_hook(in_the_step)
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    thread.join()
+    assert w.item() == -1.0

@@ -53,13 +53,13 @@ def apply(
         for optimizer in optimizers if zero_grad else ():
             _clear(optimizer)
     finally:
-        if record is not None:  # the kernel has moved the scale already
+        if record is None:
+            update(pipeline)
+        else:  # the kernel has moved the scale already
             monitor.steps, monitor.last = [], last
             last.optimizers = []
             end_iteration(pipeline)
             monitor.announce(record)
-    if record is None:
-        update(pipeline)
     return last.outcome()
 
 
@@ -153,13 +153,18 @@ def _share(optimizers: Sequence[Any]) -> bool:
 
 
 def check_limits(clip_norm: float | None, clip_value: float | None) -> None:
-    """Raises if one of these is no limit."""
-    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if limit is None or (type(limit) in (int, float) and limit > 0):
-            continue
-        number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if not (number and limit > 0):
-            raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
+    """Raises a SettingError if one of these is neither None nor a limit."""
+    if clip_norm is not None:
+        check_limit("clip_norm", clip_norm)
+    if clip_value is not None:
+        check_limit("clip_value", clip_value)
+
+
+def check_limit(name: str, limit: Any) -> None:
+    """Raises a SettingError if `limit` is not a positive number."""
+    number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if not (number and limit > 0):
+        raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
 
 
 def clip(optimizers: Sequence[Any], clip_norm: float | None, clip_value: float | None) -> None:
