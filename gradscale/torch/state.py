@@ -102,15 +102,14 @@ class ScaleState:
         with torch.inference_mode(False):
             return views(pack(state, device=self.device), type(state))  # type: ignore[arg-type]
 
-    def placed(self, call: str) -> Any:
-        """The live state; a CallOrderError if no tensor has shown the device yet."""
+    def placed(self, call: str) -> None:
+        """Raises a CallOrderError if no tensor has shown the device yet."""
         if self.live is None:
             raise CallOrderError(
                 f"{call} was called before scale(): no loss has been scaled yet. "
                 "Call scaler.backward(loss) or scaler.scale(loss).backward() first in every "
                 "iteration."
             )
-        return self.live
 
     def current(self, half: bool = False) -> Scale:
         """A copy of the scale of now; with `half`, at most what a float16 loss can bear."""
@@ -127,8 +126,7 @@ class ScaleState:
         A float16 loss also limits the scale of `state`, which would else grow on and on out of use,
         but not below a floor, nor where the policy has none.
         """
-        low = getattr(self.policy, "min_scale", None)
-        kept = torch.inf if low is None or not half else max(HALF_LOSS_SCALE, low)
+        kept = max(HALF_LOSS_SCALE, self.floor) if half and self.floor else torch.inf
         if self.on_host:
             number = state.scale
             if half:
@@ -262,8 +260,7 @@ class ScaleState:
 
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest scale."""
-        low = getattr(self.policy, "min_scale", MIN_SCALE)
-        return low, getattr(self.policy, "max_scale", MAX_SCALE)
+        return self.floor or MIN_SCALE, getattr(self.policy, "max_scale", MAX_SCALE)
 
     @property
     def floor(self) -> float:

@@ -79,7 +79,8 @@ def _step_together(
                 unscale_(pipeline, entry.held)
     step = pipeline.collect(entries, "apply")
     max_norm = math.inf if clip_norm is None else clip_norm
-    if clip_value is None and (len(entries) == 1 or not _share(optimizers)):
+    shared = len(entries) > 1 and _share(optimizers)
+    if clip_value is None and not shared:
         record = None
         if step.grads.params and not pipeline.state.on_host:
             record = step_fused(pipeline, step, max_norm)
@@ -110,7 +111,6 @@ def _step_together(
                 if not step.in_place:
                     unscale_and_clip(pipeline, step)
                 limit_elements(pipeline, step, clip_value, clip_norm)
-        shared = len(entries) > 1 and _share(optimizers)
         # What divides float64 gradients to be clipped may be infinite in float32.
         far = isinstance(step.clip, float) and step.clip < 2.0**-100
         if not step.masters and (step.in_place or not capable or shared or far):
