@@ -7,7 +7,7 @@ before anything is built.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from gradscale.errors import SettingError
@@ -78,12 +78,16 @@ class Tracker:
         self._skipped.clear()
         self._restored = deque(skipped_in_a_row)
 
+    def drop(self, optimizer: Hashable) -> None:
+        """Forgets the count of an optimizer that is gone: another one may get its id."""
+        self._skipped.pop(optimizer, None)
+
     def events(self, record: StepRecord) -> list[Event]:
         """The events of `record`, steps before moves; they are added to `history`."""
         number, scale, steps, moves = record  # unpacked: attributes take twice as long
         skipped = self._skipped
         for key, applied, _, _, _ in steps:
-            if not applied or skipped.get(key, -1):
+            if not applied or any(skipped.get(each, -1) for each in _optimizers(key)):
                 break
         else:
             for _, before, after, _ in moves:
@@ -107,16 +111,24 @@ class Tracker:
 
     def _count(self, step: Step) -> Sequence[str]:
         """Counts `step`; returns the names of its events."""
-        before = self._skipped.get(step.key)
-        if before is None:
-            before = self._restored.popleft() if self._restored else 0
+        before = 0
+        for each in _optimizers(step.key):
+            if each not in self._skipped:
+                self._skipped[each] = self._restored.popleft() if self._restored else 0
+            before = max(before, self._skipped[each])
+        count = 0
+        if not step.applied:
+            count = before + 1 if step.skipped_in_a_row is None else step.skipped_in_a_row
+        self._skipped.update(dict.fromkeys(_optimizers(step.key), count))
         if step.applied:
-            self._skipped[step.key] = 0
             return ("recover",) if before else ()
-        count = before + 1 if step.skipped_in_a_row is None else step.skipped_in_a_row
-        self._skipped[step.key] = count
         # A count may jump: replays of a CUDA graph can be missing from the records.
         return ("skip", "stuck") if before < self.stuck_after <= count else ("skip",)
+
+
+def _optimizers(key: Hashable) -> Iterable[Hashable]:
+    """What is counted for the steps of `key`."""
+    return key if isinstance(key, frozenset) else (key,)
 
 
 def as_event_name(name: Any) -> str:

@@ -10,7 +10,7 @@ class Step(NamedTuple):
     """One step of an optimizer, or of several that step together."""
 
     key: Hashable
-    """Identifies the optimizer or optimizers; the same at each of their steps."""
+    """Identifies the optimizer, the same at each of its steps; a frozenset of such for several."""
     applied: bool
     """Whether the step took place."""
     loss_finite: bool = True

@@ -200,8 +200,7 @@ class GradScaler(torch.amp.GradScaler):
     @_eager
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """The 2-norm of the gradients, after unscaling and clipping them; NaN if one is bad."""
-        if not max_norm > 0:
-            raise SettingError(f"max_norm must be > 0, got {max_norm}.")
+        apply.check_limit("max_norm", max_norm)
         if not self._enabled:
             return disabled.clip_grad_norm_(optimizer, max_norm)
         return loop.clip_grad_norm_(self._pipeline, optimizer, max_norm)
@@ -363,6 +362,7 @@ class GradScaler(torch.amp.GradScaler):
         """Makes `optimizer` known before its first step: gradients left for it keep their scale."""
         self._pipeline.entries.watch(optimizer)
 
+    @_eager
     def abandon(self) -> None:
         """Forgets losses that were scaled and lead to no step: their gradients are gone."""
         self._pipeline.passes.abandon()

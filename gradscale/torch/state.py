@@ -104,34 +104,43 @@ class ScaleState:
         with torch.inference_mode(False):
             return views(pack(state, device=self.device), type(state))  # type: ignore[arg-type]
 
-    def placed(self, call: str) -> Any:
-        """The live state; a CallOrderError if no tensor has shown the device yet."""
+    def placed(self, call: str) -> None:
+        """Raises a CallOrderError if no tensor has shown the device yet."""
         if self.live is None:
             raise CallOrderError(
                 f"{call} was called before scale(): no loss has been scaled yet. "
                 "Call scaler.backward(loss) or scaler.scale(loss).backward() first in every "
                 "iteration."
             )
-        return self.live
 
     def current(self, half: bool = False) -> Scale:
         """A copy of the scale of now; with `half`, at most what a float16 loss can bear."""
-        live = self.live
-        if self.on_host:
-            number = live.scale
-            if half:
-                number = min(number, HALF_LOSS_SCALE)
-                self.live = live._replace(scale=self._held_for_half(live.scale))
-            return Scale(constant(number), number, constant(1.0 / number))
-        if self.copy is not None and not half and not self.replayed:
+        if half:
+            self.copy = None
+        elif self.copy is not None and not self.replayed:
             return Scale(self.copy, None)
+        scale, self.live = self._copied(self.live, half)
+        return scale
+
+    def _copied(self, state: Any, half: bool) -> tuple[Scale, Any]:
+        """A copy of the scale of `state`, limited for a float16 loss, and what `state` is then.
+
+        A float16 loss also limits the scale of `state`, which would else grow on and on out of use,
+        but not below a floor, nor where the policy has none.
+        """
+        kept = max(HALF_LOSS_SCALE, self.floor) if half and self.floor else torch.inf
+        if self.on_host:
+            number = state.scale
+            if half:
+                state = state._replace(scale=min(number, kept))
+                number = min(number, HALF_LOSS_SCALE)
+            return Scale(constant(number), number, constant(1.0 / number)), state
         with torch.inference_mode(False):
-            scale = live.scale.clone()
+            scale = state.scale.clone()
             if half:
                 scale.clamp_(max=HALF_LOSS_SCALE)
-                live.scale.clamp_(max=self._held_for_half(torch.inf))
-                self.copy = None
-            return Scale(scale, None)
+                state.scale.clamp_(max=kept)
+        return Scale(scale, None), state
 
     def next_copy(self, captured: bool) -> Tensor:
         """float32: where the kernel that moves the scale next leaves a copy of it."""
@@ -140,25 +149,13 @@ class ScaleState:
         self.replayed = self.replayed or captured
         return place
 
-    def _held_for_half(self, scale: float) -> float:
-        """What a float16 loss leaves of `scale`: else it would grow on and on, out of use."""
-        low = getattr(self.policy, "min_scale", None)
-        return scale if low is None else min(scale, max(HALF_LOSS_SCALE, low))
-
     def loss_scale(self, loss_id: LossId, half: bool) -> Scale:
         """A copy of the scale of the loss called `loss_id`, which may be new."""
         if loss_id not in self.losses:
             first = self.policy.init()
             self.losses[loss_id] = first if self.on_host else self._on_device(first)
-        state = self.losses[loss_id]
-        limit = self._held_for_half(torch.inf) if half else torch.inf
-        if self.on_host:
-            self.losses[loss_id] = state = state._replace(scale=min(state.scale, limit))
-            number = state.scale
-            return Scale(constant(number), number, constant(1.0 / number))
-        if half:
-            state.scale.clamp_(max=limit)
-        return Scale(state.scale.clone(), None)
+        scale, self.losses[loss_id] = self._copied(self.losses[loss_id], half)
+        return scale
 
     # Moving.
 
@@ -272,8 +269,7 @@ class ScaleState:
 
     def bounds(self) -> tuple[float, float]:
         """The smallest and the largest scale."""
-        low = getattr(self.policy, "min_scale", MIN_SCALE)
-        return low, getattr(self.policy, "max_scale", MAX_SCALE)
+        return self.floor or MIN_SCALE, getattr(self.policy, "max_scale", MAX_SCALE)
 
     @property
     def floor(self) -> float:
@@ -344,7 +340,7 @@ class ScaleState:
 
     def guarded(self) -> list[Tensor]:
         """All that ranks must have the same of: scales, and what is counted for them."""
-        states = [self.live, *(self.losses[key] for key in sorted(self.losses, key=str))]
+        states = [self.live, *(self.losses[key] for key in sorted(self.losses, key=repr))]
         values = [*(value for state in states for value in state), self.counters.bad_losses]
         return list(map(_as_tensor, values))
 
@@ -355,7 +351,7 @@ class ScaleState:
             return  # they were written in place
         numbers = iter([value.item() for value in values])
         self.live = type(self.live)(*(next(numbers) for _ in self.live))
-        for key in sorted(self.losses, key=str):
+        for key in sorted(self.losses, key=repr):
             state = self.losses[key]
             self.losses[key] = type(state)(*(next(numbers) for _ in state))
         self.counters = self.counters._replace(bad_losses=next(numbers))

@@ -79,6 +79,15 @@ def test_optimizers_are_counted_apart() -> None:
     assert tracker.skipped_in_a_row == [1, 2]
 
 
+def test_optimizers_that_step_together_have_a_count_each() -> None:
+    tracker, both = Tracker(), frozenset("ab")
+    tracker.restore([2, 2])
+    walk = [(both, False), (frozenset("a"), True), (both, True), (frozenset("c"), True)]
+    steps = [StepRecord(i, 8.0, (Step(*step),)) for i, step in enumerate(walk, 1)]
+    assert names(tracker, *steps) == [["skip"], ["recover"], ["recover"], []]
+    assert tracker.skipped_in_a_row == [0, 0, 0]
+
+
 def test_count_of_the_engine_goes_before_the_trackers_own() -> None:
     # As from a log of CUDA graphs in which replays are missing.
     tracker = Tracker(stuck_after=10)

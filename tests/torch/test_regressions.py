@@ -22,9 +22,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import gradscale as gs
+import gradscale.torch.optim
 from cpu_graph import keep_in_tensors
 from gradscale.torch import GradScaler, MixedPrecision
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
+from gradscale.torch.grads import dispatch as kernels
+from gradscale.torch.telemetry.transport import Layout
 
 
 def weight(value: float = 0.0, **options: Any) -> Tensor:
@@ -558,3 +561,291 @@ def test_a_scale_that_is_set_is_a_float32_as_torchs_is() -> None:
     scaler.scale(w.sum())
     scaler.update(3e-5)
     assert scaler.get_scale() == torch.tensor(3e-5, dtype=torch.float32).item()
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError("planted")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_droppable_pass_that_raises_may_be_left_out(first: bool) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), weight()
+    optimizer = SGD([w], lr=1.0)
+    for fails in (first, not first):
+        if fails:
+            with pytest.raises(MemoryError):
+                scaler.backward(Fails.apply(w).sum(), droppable=True)
+        else:
+            scaler.backward(w.sum(), droppable=True)
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.item() == -1.0
+
+
+def test_a_pass_of_an_own_loss_that_raises_is_none_of_the_common_scale() -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0, growth_interval=1), weight()
+    with pytest.raises(MemoryError):
+        scaler.backward(Fails.apply(w).sum(), loss_id=1)
+    scaler.backward(w.sum(), loss_id=1)
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert [scaler.get_scale(), scaler.get_scale(1)] == [4.0, 8.0]  # as without the first one
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [gs.Static(2.0**16), gs.Dynamic(init_scale=2.0**17, min_scale=2.0**16)],
+    ids=["without a floor", "with a high floor"],
+)
+def test_a_float16_loss_of_its_own_is_limited_by_any_policy(
+    policy: gs.Policy, tensors: bool
+) -> None:
+    scaler, w = GradScaler("cpu", policy=policy), weight()
+    if tensors:
+        keep_in_tensors(scaler)
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        scaler.backward(w.half().sum(), loss_id=1)
+    assert scaler.apply(SGD([w], lr=1.0))
+    assert w.item() == -1.0
+    assert scaler.get_scale(1) == 2.0**16  # what the policy can hold
+
+
+def test_a_float16_penalty_limits_the_first_loss_of_the_next_iteration() -> None:
+    scaler, w = GradScaler("cpu", policy=gs.Static(2.0**16)), weight()
+    optimizer = SGD([w], lr=1.0)
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        scaler.grad(w.half().sum(), w)
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    scaler.backward(w.sum())
+    (grad,) = scaler.grad(w.half().sum(), w)
+    assert grad is not None
+    assert grad.item() == 1.0
+
+
+def test_penalties_of_a_second_thread_are_refused() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    scaler.backward(w.sum())
+    errors: list[Exception] = []
+
+    def penalty() -> None:
+        try:
+            scaler.grad(w.sum(), w)
+        except gs.CallOrderError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=penalty)
+    thread.start()
+    thread.join()
+    assert "second thread" in str(errors)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_iteration_ends_though_zero_grad_raises(enabled: bool) -> None:
+    class Clumsy(SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+            raise MemoryError("planted")
+
+    scaler, w = GradScaler("cpu", init_scale=4.0, growth_interval=1, enabled=enabled), weight()
+    optimizer, followed = Clumsy([w], lr=1.0), []
+    scaler.follow(lambda: followed.append(w.item()), wait=True)
+    for count in (1, 2):
+        scaler.backward(w.sum())
+        with pytest.raises(MemoryError):
+            scaler.apply(optimizer)
+        assert len(followed) == count
+    assert w.item() == -2.0
+    assert scaler.get_scale() == (16.0 if enabled else 1.0)
+
+
+def test_a_closure_after_gradients_that_no_unscaling_has_seen_is_an_error() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    optimizer = SGD([w], lr=1.0)
+    scaler.scale(w.sum())
+    scaler.unscale_(optimizer)
+    w.grad = torch.ones(1)
+
+    def closure() -> Tensor:
+        raise AssertionError("evaluated")
+
+    with pytest.raises(gs.CallOrderError, match="where unscale_\\(\\) has found none"):
+        scaler.step(optimizer, closure)
+    assert w.item() == 0.0
+
+
+def test_a_pass_after_a_late_step_beside_masters_that_raised_is_noticed() -> None:
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    with_masters = SGD(models[0].parameters(), lr=1.0)
+    plain = gradscale.torch.optim.SGD(models[1].parameters(), lr=1.0)
+    mp = MixedPrecision(models, [with_masters, plain], "fp16-master", policy=gs.Static(8.0))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("planted")
+
+    def run_backward() -> None:
+        mp.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+
+    handle = with_masters.register_step_pre_hook(fail)
+    run_backward()
+    mp.scaler.update(8.0)
+    with pytest.raises(MemoryError):
+        mp.step(clip_value=0.5)
+    handle.remove()
+    run_backward()  # adds scaled gradients to those that are unscaled and clipped
+    with pytest.raises(gs.CallOrderError, match="scaled gradients to the unscaled ones"):
+        mp.step(clip_value=0.5)
+
+
+def test_loss_ids_have_one_order_on_all_ranks() -> None:
+    guarded = []
+    for ids in ((1, "1"), ("1", 1)):
+        scaler, w = GradScaler("cpu", init_scale=4.0), weight()
+        for loss_id in ids:
+            scaler.backward(w.sum(), loss_id=loss_id)
+        scaler._state.losses[1] = scaler._state.losses[1]._replace(scale=2.0)
+        guarded.append([value.item() for value in scaler._state.guarded()])
+    assert guarded[0] == guarded[1]
+
+
+def test_abandon_waits_for_the_step_of_another_thread() -> None:
+    scaler, w = GradScaler("cpu"), weight()
+    optimizer = SGD([w], lr=1.0)
+    thread = threading.Thread(target=scaler.abandon)
+
+    def in_the_step(*_: object) -> None:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+
+    optimizer.register_step_pre_hook(in_the_step)
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    thread.join()
+    assert w.item() == -1.0
+
+
+def _iterate(scaler: GradScaler, *weights: Tensor) -> None:
+    for each in weights:
+        each.grad = None
+    loss: Any = sum(each.sum() for each in weights)
+    scaler.scale(loss).backward()
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_step_before_a_scale_that_is_given_is_counted(path: str, bad: bool) -> None:
+    with kernels.use(path):
+        scaler, a = GradScaler("cpu"), weight()
+        sgd = SGD([a], lr=1.0)
+        _iterate(scaler, a)
+        if bad:
+            a.grad.fill_(math.inf)  # type: ignore[union-attr]
+        scaler.step(sgd)
+        scaler.update(1024.0)
+        outcome = scaler.outcome()
+        assert scaler.get_scale() == 1024.0
+        assert outcome is not None
+        assert (bool(outcome), int(outcome.skipped_in_a_row)) == (not bad, int(bad))
+        _iterate(scaler, a)
+        assert a.grad.item() == 1024.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+def test_optimizers_that_were_stepped_can_be_freed(path: str) -> None:
+    with kernels.use(path):
+        scaler, a, b = GradScaler("cpu"), weight(), weight()
+        both = [SGD([a], lr=1.0), SGD([b], lr=1.0)]
+        refs = [weakref.ref(optimizer) for optimizer in both]
+        for count in (1, 2, 2):
+            _iterate(scaler, a, b)
+            for optimizer in both[:count]:
+                scaler.step(optimizer)
+            scaler.update()
+        del optimizer
+        both.clear()
+        gc.collect()
+        assert [ref() for ref in refs] == [None, None]
+
+
+def test_an_optimizer_that_update_frees_hides_no_other() -> None:
+    scaler, a, b = GradScaler("cpu"), weight(), weight()
+    first, second = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    _iterate(scaler, a, b)
+    scaler.step(first)
+    scaler.step(second)
+    del first
+    scaler.update()
+    _iterate(scaler, b)
+    scaler.step(second)
+    scaler.update()
+    assert b.item() == -2.0
+
+
+def test_an_optimizer_that_dies_while_it_skips_leaves_no_count() -> None:
+    scaler, a = GradScaler("cpu"), weight()
+    names: list[str] = []
+    scaler.on("recover", lambda event: names.append(event.name))
+    sgd = SGD([a], lr=1.0)
+    scaler.backward((a * math.inf).sum())
+    scaler.apply(sgd)
+    del sgd
+    gc.collect()
+    for _ in range(2):
+        scaler.backward(a.sum())
+        scaler.apply(SGD([a], lr=1.0))
+    assert names == []
+    assert not scaler._pipeline.monitor.busy
+
+
+def test_calibrating_prepares_the_log_of_graphs() -> None:
+    with kernels.use("triton"):
+        scaler, a = GradScaler("cpu"), weight()
+        scaler.calibrate(lambda: a.sum(), SGD([a], lr=1.0))
+        numbers = torch.zeros(3, dtype=torch.int32)
+        scaler._pipeline.monitor.log.log(numbers, Layout((), ()))  # raises if it was not prepared
+
+
+def test_a_load_forgets_the_steps_since_the_last_update() -> None:
+    scaler, a = GradScaler("cpu"), weight()
+    sgd, names = SGD([a], lr=1.0), []
+    saved = scaler.state_dict()
+    scaler.on("skip", lambda event: names.append(event.name))
+    _iterate(scaler, a)
+    a.grad.fill_(math.inf)  # type: ignore[union-attr]
+    scaler.step(sgd)
+    scaler.load_state_dict(saved)
+    _iterate(scaler, a)
+    scaler.step(sgd)
+    scaler.update()
+    assert names == []
+
+
+def test_a_copy_goes_on_with_the_counts_of_the_same_optimizers() -> None:
+    scaler, a, b = GradScaler("cpu", on_stuck="ignore", stuck_after=2), weight(), weight()
+    first, second = SGD([a], lr=1.0), SGD([b], lr=1.0)
+
+    def step(scaler: GradScaler, bad: bool) -> None:
+        each, optimizer = (b, second) if bad else (a, first)
+        _iterate(scaler, each)
+        if bad:
+            b.grad.fill_(math.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+
+    for bad in (False, False, True, True):
+        step(scaler, bad)
+    twin, names = copy.deepcopy(scaler), []
+    for name in ("recover", "stuck"):
+        twin.on(name, lambda event: names.append(event.name))
+    step(twin, bad=False)
+    step(twin, bad=True)
+    assert names == []

@@ -120,7 +120,7 @@ def _losses_here(state: ScaleState, iteration: Iteration) -> list[OwnLoss]:
         if loss_id not in iteration.losses:
             own = iteration.losses[loss_id] = OwnLoss(state.loss_scale(loss_id, half=False))
             own.passes, own.present = 1, own.finite ^ True
-    return [iteration.losses[key] for key in sorted(iteration.losses, key=str)]
+    return [iteration.losses[key] for key in sorted(iteration.losses, key=repr)]
 
 
 def _report_of(loss: OwnLoss, entries: Sequence[OptimizerEntry]) -> Any:

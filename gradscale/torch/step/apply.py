@@ -53,12 +53,12 @@ def apply(
         for optimizer in optimizers if zero_grad else ():
             _clear(optimizer)
     finally:
-        if record is not None:  # the kernel has moved the scale already
+        if record is None:
+            update(pipeline)
+        else:  # the kernel has moved the scale already
             monitor.steps, monitor.last = [], last
             end_iteration(pipeline)
             monitor.announce(record)
-    if record is None:
-        update(pipeline)
     return last.outcome()
 
 
@@ -78,7 +78,8 @@ def _step_together(
                 unscale_(pipeline, entry.held)
     step = pipeline.collect(entries, "apply")
     max_norm = math.inf if clip_norm is None else clip_norm
-    if clip_value is None and (len(entries) == 1 or not _share(optimizers)):
+    shared = len(entries) > 1 and _share(optimizers)
+    if clip_value is None and not shared:
         record = None
         if step.grads.params and not pipeline.state.on_host:
             record = step_fused(pipeline, step, max_norm)
@@ -109,7 +110,6 @@ def _step_together(
                 if not step.in_place:
                     unscale_and_clip(pipeline, step)
                 limit_elements(pipeline, step, clip_value, clip_norm)
-        shared = len(entries) > 1 and _share(optimizers)
         # What divides float64 gradients to be clipped may be infinite in float32.
         far = isinstance(step.clip, float) and step.clip < 2.0**-100
         if not step.masters and (step.in_place or not capable or shared or far):
@@ -152,13 +152,18 @@ def _share(optimizers: Sequence[Any]) -> bool:
 
 
 def check_limits(clip_norm: float | None, clip_value: float | None) -> None:
-    """Raises if one of these is no limit."""
-    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if limit is None or (type(limit) in (int, float) and limit > 0):
-            continue
-        number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if not (number and limit > 0):
-            raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
+    """Raises a SettingError if one of these is neither None nor a limit."""
+    if clip_norm is not None:
+        check_limit("clip_norm", clip_norm)
+    if clip_value is not None:
+        check_limit("clip_value", clip_value)
+
+
+def check_limit(name: str, limit: Any) -> None:
+    """Raises a SettingError if `limit` is not a positive number."""
+    number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if not (number and limit > 0):
+        raise SettingError(f"{name} must be a number > 0, got {limit!r}.")
 
 
 def clip(optimizers: Sequence[Any], clip_norm: float | None, clip_value: float | None) -> None:

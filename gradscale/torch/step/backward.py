@@ -135,7 +135,8 @@ def penalty_grad(
     half = any(output.dtype is torch.float16 for output in several)
     if half:
         pipeline.passes.check_half()
-    iteration = pipeline.passes.current(half)
+    iteration = pipeline.passes.claim(half)
+    iteration.half = iteration.half or half
     scaled = [times(output, iteration.scale.tensor) for output in several]
     grads = torch.autograd.grad(scaled, inputs, **kwargs)
     iteration.note_penalty(grads)

@@ -52,7 +52,7 @@ def calibrate(
         if stats.finite and moved.scale == state.scale:
             return _take_over(pipeline, moved)
         state = moved
-    if stats.finite:  # the largest that was seen to be good enough; it only creeps up
+    if stats.finite:  # still growing: the next scale of the rule, not yet tried
         return _take_over(pipeline, state)
     raise StuckError(
         f"calibrate() found no scale: after {PASSES} backward passes, the last at "

@@ -72,9 +72,9 @@ def refuse_used(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:
 
 
 def weigh(pipeline: Pipeline, step: Step) -> None:
-    """Has the droppable passes that were kept weigh as much as all of them.
+    """Multiplies gradients by passes / kept passes, once per gradient.
 
-    In place, so that norms are those of what is stepped; once, however often a step is asked for.
+    In place, so that norms are those of what is stepped.
     """
     weighed = pipeline.passes.weighed
     for entry in step.entries:

@@ -62,8 +62,15 @@ class ClosureStep:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the optimizer's `step` returned; None, with nothing changed, if it was undone."""
         entry, pipeline = self._entry, self._pipeline
-        before: Any = entry.found()
-        bad = self._ready and not (bool(before.finite) and bool(before.fits))
+        before = entry.found()
+        bad = False
+        if self._ready:
+            if before is None:
+                raise CallOrderError(
+                    "step() found gradients where unscale_() has found none. Call unscale_() after "
+                    "the last backward pass of an iteration."
+                )
+            bad = not (bool(before.finite) and bool(before.fits))
         result = None if self._anywhere(bad)[0] else self._run(args, kwargs)
         if entry.stats is None:  # the gradients of another rank were bad before it began
             entry.stats = pipeline.nothing_found()._replace(amax=None, norm=None)
@@ -82,7 +89,7 @@ class ClosureStep:
         return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Steps, or undoes what was begun."""
+        """What the optimizer's `step` returned; None if it was undone."""
         undo = _snapshot(self._optimizer)
         try:
             result = self._optimizer.step(self._evaluate, *args, **kwargs)

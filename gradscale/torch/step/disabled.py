@@ -28,7 +28,7 @@ def apply(
     closure: Callable[[], Any] | None,
     zero_grad: bool,
 ) -> StepOutcome:
-    """Clips, steps and clears."""
+    """The outcome, after clipping, stepping and clearing."""
 
     def clipped() -> Any:
         loss = None if closure is None else closure()
@@ -40,9 +40,11 @@ def apply(
     args = () if closure is None else (clipped,)
     returned = [optimizer.step(*args) for optimizer in optimizers]
     outcome = _note(pipeline, optimizers, returned[0])
-    for optimizer in optimizers if zero_grad else ():
-        optimizer.zero_grad()
-    update(pipeline)
+    try:
+        for optimizer in optimizers if zero_grad else ():
+            optimizer.zero_grad()
+    finally:
+        update(pipeline)
     return outcome
 
 
@@ -53,7 +55,7 @@ def update(pipeline: Pipeline) -> None:
 
 
 def _note(pipeline: Pipeline, optimizers: Sequence[Any], returned: Any) -> StepOutcome:
-    """Keeps the outcome of a step."""
+    """The outcome of a step that took place, after keeping it."""
     outcome, monitor = plain_outcome(returned), pipeline.monitor
     monitor.note_plain(optimizers, outcome)
     for optimizer in optimizers:

@@ -22,6 +22,7 @@ from gradscale.torch.grads.scale import Scale
 from gradscale.torch.step.contract import takes_scaler
 
 if TYPE_CHECKING:
+    from gradscale.monitor import Tracker
     from gradscale.torch.distributed.consensus import Consensus
     from gradscale.torch.distributed.groups import Group
     from gradscale.torch.step.passes import Iteration, Passes
@@ -249,8 +250,9 @@ class OptimizerEntry:
 class Entries:
     """The entries of all optimizers that a scaler has met, in that order."""
 
-    def __init__(self, consensus: Consensus) -> None:
+    def __init__(self, consensus: Consensus, tracker: Tracker) -> None:
         self.consensus = consensus
+        self._tracker = tracker
         self.all: list[OptimizerEntry] = []
         """Another list when one comes or goes, so that loops over this one go on."""
         self.rows: list[int] = []
@@ -280,6 +282,7 @@ class Entries:
             if here is not None and entry is not None and entry.ref is ref:
                 del here._by_id[key]
                 here.all = list(here._by_id.values())
+                here._tracker.drop(key)
                 if entry.witness is not None:
                     here.gone.append((entry.stepped_at, entry.witness))
 

@@ -109,7 +109,7 @@ def clip_value_of_masters(
         _multiply(Gradients(with_grad_of(plain)), step.clip)
         for entry in step.entries:
             if entry.masters is None:
-                entry.stage, entry.unscaled_in = UNSCALED, pipeline.passes.origin().number
+                entry.stage, entry.unscaled_in = UNSCALED, pipeline.passes.ended
     step.limit = limit
 
 

@@ -101,11 +101,9 @@ def backward_own(
     `known` parameters may have gradients of it although they are not in its graph.
     """
     with _apart(scaled, passes, known, kwargs, "a loss_id", begins=True) as made:
-        iteration = passes.current()
-        iteration.own_passes += 1
         grads = Gradients(made)
         own.note(grads)
-        multiply(grads.values, iteration.scale.over(own.scale))
+        multiply(grads.values, passes.current().scale.over(own.scale))
         zero(grads.values, own.finite ^ True)
 
 
@@ -122,13 +120,15 @@ def backward_droppable(
     On all ranks, or on none: `agreed` combines a flag with those of other ranks.
     """
     last_plain = passes.last_plain
-    with _apart(scaled, passes, known, kwargs, "droppable=True") as made:
-        passes.last_plain = last_plain
-        grads = Gradients(made)
-        stats = measure(grads, passes.current().scale).stats
-        dropped = agreed(stats.finite & stats.fits, made) ^ True
-        zero(grads.values, dropped)
-        passes.droppable.append(DroppablePass(passes.count, frozenset(map(id, made)), dropped))
+    try:
+        with _apart(scaled, passes, known, kwargs, "droppable=True") as made:
+            grads = Gradients(made)
+            stats = measure(grads, passes.current().scale).stats
+            dropped = agreed(stats.finite & stats.fits, made) ^ True
+            zero(grads.values, dropped)
+            passes.droppable.append(DroppablePass(passes.count, frozenset(map(id, made)), dropped))
+    finally:
+        passes.last_plain = last_plain  # also of a pass that raises, which leaves no gradients
 
 
 @torch.no_grad()
@@ -151,8 +151,8 @@ def _apart(
 ) -> Iterator[list[Tensor]]:
     """The tensors that a backward pass of `scaled` has made gradients for, with these alone.
 
-    Afterwards they are added to those that were there before. The pass `begins` here if the losses
-    were not scaled by `scale()`.
+    Afterwards they are added to those that were there before. The pass of a loss with a scale of
+    its own `begins` here: it was not scaled by `scale()`.
     """
     if kwargs.get("create_graph"):
         raise SettingError(
@@ -170,6 +170,7 @@ def _apart(
     iteration: Iteration = passes.current()
     if begins:
         passes.begin_pass(iteration)
+        iteration.own_passes += 1
     passes.bring(iteration.scale)  # what is set aside below
     if passes.droppable:
         forget_cleared(passes, leaves)

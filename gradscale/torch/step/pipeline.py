@@ -65,7 +65,7 @@ class Pipeline:
         self.state = state
         self.consensus = consensus
         self.monitor = monitor
-        self.entries = Entries(consensus)
+        self.entries = Entries(consensus, monitor.tracker)
         self.entries.rows = list(rows)
         if any(rows):
             monitor.restore(rows)

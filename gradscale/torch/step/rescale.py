@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 
 def unscale_and_clip(pipeline: Pipeline, step: Step) -> None:
     """Unscales and clips the gradients in place, as far as they are not yet."""
-    inverse = step.scale.unit().inverse if step.in_place else step.scale.inverse
+    # Of a step that is skipped, what clips may be NaN.
     if step.skip is True:
-        factor = inverse
-    elif step.scale.number is not None:
-        number = step.clip * (1.0 if step.in_place else 1.0 / step.scale.number)
-        # What clips float64 gradients can be 0 in float32.
-        dtype = torch.float32 if number >= 2.0**-126 else torch.float64
-        factor = torch.full((), number, dtype=dtype, device="cpu")
-    else:
-        factor = inverse * step.clip
-        if isinstance(step.skip, Tensor):
-            factor = torch.where(move(step.skip, factor.device) != 0, inverse, factor)
+        step.clip = 1.0
+    elif isinstance(step.skip, Tensor) and isinstance(step.clip, Tensor):
+        step.clip = torch.where(move(step.skip, step.clip.device) != 0, 1.0, step.clip)
+    factor = step.factor(wide=True)
     if step.scale.number is None or factor.item() != 1.0:
         backend.multiply(step.grads, factor)
     step.clip = 1.0

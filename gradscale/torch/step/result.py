@@ -75,15 +75,19 @@ class Step:
         # Without clipping the quotient is exact; with it, rounded like any other.
         return (scale.inverse * clip).reciprocal()
 
-    def factor(self) -> Tensor:
-        """float32: what gradients are multiplied by, to be unscaled and clipped."""
+    def factor(self, wide: bool = False) -> Tensor:
+        """What gradients are multiplied by, to be unscaled and clipped, as far as they are not yet.
+
+        A float32; with `wide`, float64 where it would be 0 in float32, for float64 gradients.
+        """
         clip = 1.0 if self.limit is not None else self.clip
-        scale = self.scale
-        if scale.number is not None:
-            number = clip / (1.0 if self.in_place else scale.number)
-            return torch.full((), number, dtype=torch.float32, device="cpu")
-        inverse = scale.unit().inverse if self.in_place else scale.inverse
-        return (inverse * clip).float()
+        scale = self.scale.unit() if self.in_place else self.scale
+        if scale.number is None:
+            factor = scale.inverse * clip
+            return factor if wide else factor.float()
+        number = clip / scale.number
+        dtype = torch.float64 if wide and number < 2.0**-126 else torch.float32
+        return torch.full((), number, dtype=dtype, device="cpu")
 
     def drop_gradients(self) -> None:
         """Drops the references to the gradients, which would keep them alive."""
@@ -159,7 +163,7 @@ def _as(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
 
 
 def blame_before_clipping(step: Step, passes: Passes, names: Names) -> None:
-    """Finds the parameters to blame while it is known: clipping can make all of them NaN."""
+    """Finds the parameters to blame before clipping, which can make every gradient NaN."""
     blame = None
     for entry in step.entries:
         if entry.blame is None:

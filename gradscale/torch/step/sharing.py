@@ -31,7 +31,7 @@ class DroppablePass(NamedTuple):
 
 
 def forget_cleared(passes: Passes, others: Sequence[Tensor] = ()) -> None:
-    """Has droppable passes reach no more what has lost its gradients since, among known ones."""
+    """Removes parameters whose gradients were cleared from the droppable passes."""
     groups = [group for entry in passes.entries.all for group in entry.param_groups()]
     params = [*others, *(param for group in groups for param in group["params"])]
     gone = {id(param) for param in params if param.grad is None}

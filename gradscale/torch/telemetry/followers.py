@@ -95,8 +95,6 @@ class Followers:
 
     def take(self, record: Record) -> None:
         """Calls those with `wait=True` for `record`, and keeps it for the others."""
-        if not self.all and not self._due:
-            return
         self.catch_up()
         late = [follower for follower in self.all if not follower.wait]
         for follower in late:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -202,12 +203,12 @@ def test_a_huge_finite_norm_clips_and_is_no_overflow(device: str) -> None:
     assert w.tolist() == pytest.approx([-0.6, -0.8], rel=2.0**-20)
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan])
-def test_a_useless_max_norm_is_an_error_that_changes_nothing(wrong: float) -> None:
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, True, "1", None])
+def test_a_useless_max_norm_is_an_error_that_changes_nothing(wrong: Any) -> None:
     scaler, w = GradScaler("cpu", init_scale=4.0), parameter(1.0)
     optimizer = torch.optim.SGD([w], lr=1.0)
     scaler.backward(w.sum())
-    with pytest.raises(SettingError, match="max_norm must be > 0"):
+    with pytest.raises(SettingError, match="max_norm must be a number > 0"):
         scaler.clip_grad_norm_(optimizer, wrong)
     assert w.grad.tolist() == [4.0]
     scaler.step(optimizer)

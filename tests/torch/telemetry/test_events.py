@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -255,3 +256,26 @@ def test_copies_keep_the_settings_and_not_the_listeners() -> None:
     with pytest.raises(StuckError):
         bad(twin, w, torch.optim.SGD([w], lr=1.0), math.inf)
     assert [name for _, _, name in twin.history] == ["skip", "stuck", "backoff"]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_counts_of_a_step_of_several_optimizers_go_to_these_alone(copied: bool) -> None:
+    def parts(count: int) -> tuple[list[torch.Tensor], list[torch.optim.SGD]]:
+        params = [torch.ones(1, requires_grad=True) for _ in range(count)]
+        return params, [torch.optim.SGD([w], lr=1.0) for w in params]
+
+    def step(scaler: GradScaler, size: float, params: Any, optimizers: Any) -> None:
+        scaler.backward(sum(w.sum() * size for w in params))
+        scaler.apply(optimizers)
+
+    scaler, pair = GradScaler("cpu", init_scale=8.0), parts(2)
+    for _ in range(2):
+        step(scaler, 1e38, *pair)
+    again = copy.deepcopy(scaler)
+    if not copied:
+        again = GradScaler("cpu")
+        again.load_state_dict(scaler.state_dict())
+    step(again, 1.0, *parts(2))
+    assert not again._pipeline.monitor.busy
+    step(again, 1.0, *parts(1))
+    assert [name for _, _, name in again.history] == ["recover"]

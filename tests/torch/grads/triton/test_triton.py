@@ -28,7 +28,6 @@ from gradscale.torch.grads.collect import Gradients, grouped
 from gradscale.torch.grads.reference import Measurement
 from gradscale.torch.grads.scale import Scale
 
-
 # numpy warns of overflows that are meant to happen in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytest.importorskip("triton")
@@ -236,7 +235,10 @@ def test_addresses_are_sent_only_when_they_are_new() -> None:
 
 
 def test_large_tensors_keep_some_sets_of_addresses_on_the_device() -> None:
-    large = [torch.ones(CHUNK * _FEW, device=HERE), torch.ones(7, device=HERE)]
+    large = [
+        torch.ones(CHUNK * kernels.module("tables")._FEW, device=HERE),
+        torch.ones(7, device=HERE),
+    ]
     [(_, table)] = kernel_tables.tables(large)
     first, sent = [value.data_ptr() for value in large], table.addresses
     table.point_to([large[0].data_ptr(), torch.ones(7, device=HERE).data_ptr()])
