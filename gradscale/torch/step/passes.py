@@ -249,7 +249,7 @@ class Passes:
         iteration.half = iteration.half or half
         self.scaled += 1
         scale = iteration.scale
-        if half or loss.device != scale.tensor.device:
+        if half or loss.get_device() != scale.tensor.get_device():
             scaled = times(loss, scale.tensor)
         else:
             scaled = loss * scale.tensor
@@ -290,7 +290,8 @@ class Passes:
 
     def begin(self, loss: Tensor) -> Scale:
         """The scale of the iteration in which the pass of `loss` runs, called from inside of it."""
-        iteration = self.current()
+        # Not `current()`: a pass is captured by the CUDA graph that has captured its loss.
+        iteration = self.iteration or self.current()
         task = torch._C._current_graph_task_id()
         if task != self._task or task < 0:
             self._task = task

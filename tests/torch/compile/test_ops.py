@@ -73,11 +73,13 @@ def batch(step: int) -> Tensor:
 
 
 def read(outcome: Any) -> list[Any]:
-    flags = (outcome.applied, outcome.finite, outcome.fits, outcome.loss_finite, outcome.ready())
+    outcome.ready()  # of the work that is queued by now; reading the flags waits for that
+    read = (outcome.applied, outcome.finite, outcome.fits, outcome.loss_finite)
+    flags = [*map(bool, read), outcome.ready()]
     floats = (outcome.scale, outcome.grad_norm, outcome.amax, outcome.headroom)
     known = [None if value is None else float(value) for value in floats]
     words = [outcome.verdict(), outcome.culprits(), repr(outcome), int(outcome.skipped_in_a_row)]
-    return [*map(bool, flags), *known, *words]
+    return [*flags, *known, *words]
 
 
 def train(

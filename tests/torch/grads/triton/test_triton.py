@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, AdamW
+from triton import knobs
 
 import kernel_tables
 from gradscale.torch import Culprit, GradScaler
@@ -245,6 +246,33 @@ def test_large_tensors_keep_some_sets_of_addresses_on_the_device() -> None:
     assert table.addresses is not sent
     table.point_to(list(first))
     assert table.addresses is sent
+
+
+class CompiledForm:
+    """What Triton compiles a kernel to, as far as a launch needs it."""
+
+    function, packed_metadata = 7, (8,)
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments, stream: self.launches.append((grid, stream, arguments))
+
+    def run(self, *arguments: Any) -> None:
+        self.launches.append(arguments)
+
+
+def test_a_launch_goes_by_the_hooks_of_profilers_if_there_are_any() -> None:
+    form = CompiledForm()
+    launch = kernels.module("launch").launcher(form, 3)
+    launch(5, "a", "b")
+    assert form.launches == [(3, 1, 1, 5, 7, (8,), None, None, None, "a", "b")]
+    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hooks.add(print)
+        launch(5, "a", "b")
+        hooks.remove(print)
+        assert form.launches.pop() == ((3, 1, 1), 5, ("a", "b"))
 
 
 @pytest.mark.parametrize("fused", [False, True])
