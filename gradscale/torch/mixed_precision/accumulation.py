@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor
@@ -25,9 +26,15 @@ class Accumulation:
         if drop not in DROPS:
             raise SettingError(f"drop must be one of {', '.join(DROPS)}, got {drop!r}.")
         self.passes, self.drop, self.taken = passes, drop, 0
+        self._thread = get_ident()
 
     def part(self, loss: Any) -> Any:
         """`loss`, or several, divided by the number of passes."""
+        if self._thread != get_ident():
+            raise CallOrderError(
+                "backward() was called by a second thread, while the first was within "
+                "accumulate(). Let them take turns by whole iterations."
+            )
         if self.taken == self.passes:
             raise CallOrderError(
                 f"accumulate({self.passes}) has had {self.passes} backward passes, and this is one "

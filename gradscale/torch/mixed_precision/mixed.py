@@ -20,6 +20,7 @@ from gradscale.torch.mixed_precision.conversion import convert, masters_of, trai
 from gradscale.torch.mixed_precision.modes import mode_named
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.step.apply import check_limits
+from gradscale.torch.step.checks import refuse_others
 from gradscale.torch.step.contract import as_optimizers
 from gradscale.torch.step.snapshot import Snapshot
 from gradscale.torch.telemetry.outcome import StepOutcome
@@ -147,6 +148,7 @@ class MixedPrecision:
         accumulation = Accumulation(passes, drop)
         if self._accumulation is not None:
             raise CallOrderError("accumulate() was called within accumulate(). Leave one out.")
+        self._refuse_other_threads()
         self._accumulation = accumulation
         try:
             yield
@@ -163,9 +165,15 @@ class MixedPrecision:
 
     def zero_grad(self) -> None:
         """Clears all gradients, and forgets the losses that made them."""
+        self._refuse_other_threads()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.scaler.abandon()
+
+    def _refuse_other_threads(self) -> None:
+        """Raises if another thread is in the middle of an iteration, whose gradients these are."""
+        with _in_our_words():
+            refuse_others(self.scaler._pipeline.passes)
 
     # Steps.
 
@@ -238,6 +246,7 @@ class MixedPrecision:
         if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
             raise SettingError(f"retries must be a whole number >= 0, got {retries!r}.")
         check_limits(clip_norm, clip_value)
+        self._refuse_other_threads()
         if any(param.grad is not None for _, param in trained(self.optimizers)):
             raise CallOrderError(
                 "run() was called with gradients there, which a retry would lose. Call step() or "
@@ -336,6 +345,7 @@ class MixedPrecision:
             StateError: It is of another mode or of other models; nothing was loaded.
         """
         state.check(self, state_dict)
+        self._refuse_other_threads()
         state.load(self, state_dict)
 
     def float32_model_state(self, model: nn.Module | None = None) -> dict[str, Any]:

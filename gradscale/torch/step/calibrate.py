@@ -17,6 +17,7 @@ from gradscale.torch.grads.collect import Gradients
 from gradscale.torch.grads.reference import measure
 from gradscale.torch.grads.scale import UNIT, times
 from gradscale.torch.state import ScaleState
+from gradscale.torch.step.checks import refuse_others
 from gradscale.torch.step.loop import end_iteration
 from gradscale.torch.step.pipeline import Pipeline
 from gradscale.torch.step.snapshot import Snapshot
@@ -40,6 +41,7 @@ def calibrate(
     params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     if not params:
         raise SettingError("calibrate() takes optimizers with parameters, got none.")
+    refuse_others(pipeline.passes)
     if pipeline.entries.in_use():
         raise CallOrderError(
             "calibrate() was called in the middle of an iteration. Call update() first."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from gradscale.torch.step.result import Step
 from gradscale.torch.step.sharing import droppable_passes
 
 if TYPE_CHECKING:
+    from gradscale.torch.step.passes import Passes
     from gradscale.torch.step.pipeline import Pipeline
 
 
@@ -35,6 +37,13 @@ def find_groups(pipeline: Pipeline, entry: OptimizerEntry, params: list[Tensor])
     if not entry.groups and groups.is_unknown() and pipeline.state.live is not None:
         # One rank's NaN loss may be every rank's NaN gradient.
         pipeline.passes.origin().uses_losses = False
+
+
+def refuse_others(passes: Passes) -> None:
+    """Raises a CallOrderError if another thread is in the middle of an iteration."""
+    now = passes.iteration
+    if now is not None and now.thread not in (None, get_ident()):
+        passes.claim()
 
 
 def refuse_used(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:

@@ -20,6 +20,7 @@ from gradscale.torch.grads import backend
 from gradscale.torch.grads.collect import Gradients, with_grad, with_grad_of
 from gradscale.torch.grads.reference import clamp
 from gradscale.torch.grads.scale import Scale
+from gradscale.torch.step.checks import refuse_others
 from gradscale.torch.step.entries import UNSCALED, OptimizerEntry
 from gradscale.torch.step.rescale import limit_elements
 from gradscale.torch.step.result import Step
@@ -125,6 +126,7 @@ def with_masters_in(
     pipeline: Pipeline, entry: OptimizerEntry, closure: Any, run: Callable[[Any], Any]
 ) -> Any:
     """What `run(closure)`, a step with a closure, returned, run with masters in the groups."""
+    refuse_others(pipeline.passes)  # the first evaluation forgets what was unscaled
     masters: MasterAdapter | None = entry.masters
     params = [param for group in entry.held.param_groups for param in group["params"]]
     if masters is None or not masters.needed(params):
