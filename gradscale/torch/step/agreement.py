@@ -126,12 +126,16 @@ def _losses_here(state: ScaleState, iteration: Iteration) -> list[OwnLoss]:
 def _report_of(loss: OwnLoss, entries: Sequence[OptimizerEntry]) -> Any:
     """What this rank has found of a loss with a scale of its own.
 
-    Its word `unfit` is whether it holds back the step of `entries`.
+    Its word `unfit` is whether it holds back the step of `entries`, or whether one of these lacks
+    gradients of an earlier iteration.
     """
     bad = loss.finite ^ True
+    holding = [entry.lacking for entry in entries if entry.lacking is not None]
+    if any(loss.reaches(entry) for entry in entries):
+        holding.append(bad)
     return Report(
         non_finite=bad,
-        unfit=bad if any(loss.reaches(entry) for entry in entries) else 0.0,
+        unfit=_any(holding) if holding else 0.0,
         loss_non_finite=loss.loss_finite ^ True,
         has_gradients=1.0 if loss.present is None else loss.present,
         amax=loss.amax,

@@ -8,6 +8,7 @@ state, and it waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from gradscale.torch.distributed.groups import has_ranks
 from gradscale.torch.grads.collect import grouped, with_grad
 from gradscale.torch.grads.dtensor import local
 from gradscale.torch.step.agreement import agree
-from gradscale.torch.step.checks import find_groups
+from gradscale.torch.step.checks import find_groups, weigh
 from gradscale.torch.step.entries import UNSCALED, OptimizerEntry
 from gradscale.torch.step.pipeline import Pipeline
 
@@ -58,6 +59,12 @@ class ClosureStep:
         """Whether there were gradients before the step, so that it need not evaluate."""
         self._evaluations = 0
         self._undone = False
+        self._good: GradStats | None = None
+        """What the last evaluation that was not rejected has found."""
+        self._dropped: Any = None
+        """How many droppable passes its last evaluation has left out; None without any."""
+        self._reached: dict[int, Tensor] = {}
+        """The parameters that had a gradient in some evaluation, by their ids."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the optimizer's `step` returned; None, with nothing changed, if it was undone."""
@@ -80,11 +87,13 @@ class ClosureStep:
                 False if pipeline.state.on_host else torch.zeros_like(pipeline.state.live.scale) > 0
             )
             entry.stats = entry.stats._replace(fits=no)
+        elif self._good is not None:  # the last evaluation may have been rejected
+            entry.stats, entry.lacking = self._good, None
         step = pipeline.step_of([entry])
         if entry.groups:
             agree(pipeline, step)
         pipeline.decide(step)
-        step.loss = result
+        step.loss, step.dropped = result, self._dropped
         pipeline.record(step)
         return result
 
@@ -116,7 +125,7 @@ class ClosureStep:
         passes = pipeline.passes
         # A closure clears its gradients, or else it would add to those of its last evaluation.
         entry.make_ready()
-        entry.left = None
+        entry.left, entry.stepped_at = None, passes.count
         scaled_before = passes.scaled
         loss = self._closure()
         if passes.scaled == scaled_before:
@@ -132,9 +141,13 @@ class ClosureStep:
             groups = self._optimizer.param_groups
             find_groups(pipeline, entry, [p for group in groups for p in group["params"]])
         step = pipeline.step_of([entry])
+        if passes.droppable:
+            weigh(pipeline, step)
+            self._dropped = step.dropped
+        self._reached.update((id(p), p) for p in step.grads.params)
         pipeline.measure(step, unscale=True)
         stats: GradStats = entry.found()  # type: ignore[assignment]
-        found = not bool(stats.finite)
+        found = bool(step.skip) or not bool(stats.finite)  # it skips if all passes were dropped
         # A loss with a scale of its own that overflowed has left zeros behind.
         own = passes.origin().losses.values()
         found |= any(not bool(each.finite) for each in own if each.reaches(entry))
@@ -142,13 +155,16 @@ class ClosureStep:
         loss_finite = bool(torch.isfinite(value).all())
         found, bad_loss, unfit = self._anywhere(found, not loss_finite, not bool(stats.fits))
         if not (bad_loss or found or unfit):
+            self._good = stats
             if self._edit is not None:
                 self._edit()
             return loss
         if not bad_loss or self._evaluations == 1:
             raise _Undo
         # A trial step that went too far. As infinity the line search rejects it; NaN compares false
-        # with everything.
+        # with everything. Gradients that lack a part become NaN: who uses them is undone.
+        for param in step.grads.params if found else ():
+            param.grad.mul_(math.nan)  # type: ignore[union-attr]
         return torch.full_like(loss, torch.inf) if isinstance(loss, Tensor) else torch.inf
 
     def _anywhere(self, *flags: bool) -> list[bool]:
@@ -162,7 +178,8 @@ class ClosureStep:
 
     def _parameters_finite(self) -> bool:
         """Whether the step left only finite numbers behind."""
-        params = [local(p).detach() for p in with_grad(self._optimizer.param_groups)]
+        held = {id(p): p for p in with_grad(self._optimizer.param_groups)} | self._reached
+        params = [local(p).detach() for p in held.values()]
         bad = False
         for group in grouped(params).values():  # others were not stepped
             bad = bad or not all(bool(torch.isfinite(value).all()) for value in group)

@@ -30,6 +30,7 @@ class OwnLoss:
     """What an iteration has found of one loss with a scale of its own."""
 
     __slots__ = (
+        "_entries",
         "_params",
         "amax",
         "bad",
@@ -63,6 +64,8 @@ class OwnLoss:
         self.moved = False
         """Whether an `update()` has moved its scale by what is known here."""
         self._params: set[int] = set()
+        self._entries: list[OptimizerEntry] = []
+        """Those that have been marked: `lacking` is None if their gradients were cleared since."""
 
     def note_loss(self, loss: Tensor) -> None:
         """Records whether `loss` was finite."""
@@ -70,8 +73,8 @@ class OwnLoss:
         flag = flag.item() if self.scale.number is not None else flag
         self.loss_finite = self.loss_finite & _at(flag, self.scale)
 
-    def note(self, grads: Gradients) -> None:
-        """Records which gradients a pass of it made, and their statistics."""
+    def note(self, grads: Gradients) -> Any:
+        """bool: whether the gradients of a pass are finite; records them and their statistics."""
         self.passes += 1
         self._params.update(map(id, grads.params))
         stats = measure(grads, self.scale.unit(), amax=True).stats
@@ -79,12 +82,36 @@ class OwnLoss:
             self.amax = math.nan if math.isnan(stats.amax) else max(self.amax, stats.amax)
         else:
             self.amax = torch.maximum(self.amax, _at(stats.amax, self.scale))
-        self.finite = self.finite & _at(stats.finite, self.scale)
-        if self.finite is False and not self.bad:
+        finite = _at(stats.finite, self.scale)
+        self.finite = self.finite & finite
+        if finite is False and not self.bad:
             self.bad = count_bad(grads.params)()[0]
+        return finite
+
+    def forget_cleared(self) -> None:
+        """Has it reach no more the entries whose gradients were cleared since they were marked."""
+        for entry in [each for each in self._entries if each.lacking is None]:
+            self._entries.remove(entry)
+            self._params -= entry.param_ids()
+
+    def mark(self, entries: Sequence[OptimizerEntry], finite: Any) -> None:
+        """Has those of `entries` that the last pass reached lack its gradients, unless `finite`.
+
+        A pass that begins with no gradients for an entry takes that back.
+        """
+        for entry in entries:
+            bad = finite ^ True
+            entry.lacking = bad if entry.lacking is None else entry.lacking | bad
+            if all(entry is not each for each in self._entries):
+                self._entries.append(entry)
 
     def reaches(self, entry: OptimizerEntry) -> bool:
-        """Whether it made gradients for the optimizer of `entry`."""
+        """Whether it made gradients for the optimizer of `entry` that were bad, or may have been.
+
+        Not if they were cleared since.
+        """
+        if any(entry is each for each in self._entries):
+            return entry.lacking is not None and entry.lacking is not False
         return not self._params.isdisjoint(entry.param_ids())
 
 
@@ -102,9 +129,16 @@ def backward_own(
     """
     with _apart(scaled, passes, known, kwargs, "a loss_id", begins=True) as made:
         grads = Gradients(made)
-        own.note(grads)
-        multiply(grads.values, passes.current().scale.over(own.scale))
-        zero(grads.values, own.finite ^ True)
+        iteration = passes.current()
+        for each in iteration.losses.values():
+            each.forget_cleared()
+        finite = own.note(grads)
+        multiply(grads.values, iteration.scale.over(own.scale))
+        zero(grads.values, finite ^ True)
+        if not iteration.captured:  # replays mark nothing
+            ids = set(map(id, made))
+            entries = [e for e in passes.entries.all if not ids.isdisjoint(e.param_ids())]
+            own.mark(entries, finite)
 
 
 @torch.no_grad()
@@ -174,10 +208,11 @@ def _apart(
     passes.bring(iteration.scale)  # what is set aside below
     if passes.droppable:
         forget_cleared(passes, leaves)
+    lacking = [(e, e.lacking) for e in passes.entries.all if with_grad(e.param_groups())]
     before = [(leaf, leaf.grad, _set_aside(leaf)) for leaf in leaves]
-    before += [(param, param.grad, None) for param in others]
+    before += [(param, param.grad, _set_aside(param)) for param in others]
     for param in others:
-        param.grad = None
+        param.grad = None  # FSDP makes them anew
     passes.aside = True
     try:
         with torch.enable_grad():
@@ -188,6 +223,8 @@ def _apart(
         raise
     finally:
         passes.aside = False
+        for entry, bad in lacking:  # what was aside has not been cleared
+            entry.lacking = bad
     lost = any(leaf.grad is None for leaf in leaves) and has_ranks()
     if lost and all(param.grad is None for param in others):
         raise CallOrderError(
@@ -197,14 +234,12 @@ def _apart(
         )
     yield [leaf for leaf, _, _ in before if leaf.grad is not None]
     for leaf, grad, copy in before:
-        if copy is not None and leaf.grad is not None:
-            leaf.grad.add_(copy)
-        elif leaf.grad is None:
-            leaf.grad = grad
-        elif grad is not None and grad.layout is torch.strided is leaf.grad.layout:
-            leaf.grad.add_(grad)  # in place: FSDP1 has the memory
+        if leaf.grad is None:
+            leaf.grad = grad if copy is None or grad is None else grad.copy_(copy)
+        elif copy is not None and leaf.grad.layout is torch.strided:
+            leaf.grad.add_(copy)  # in place: FSDP1 has the memory
         elif grad is not None:  # in a sum a dense one must come first
-            leaf.grad = _sum(leaf.grad, grad)
+            leaf.grad = _sum(leaf.grad, grad if copy is None else copy)
 
 
 def _sum(made: Tensor, before: Tensor) -> Tensor:

@@ -202,6 +202,57 @@ def check_droppable() -> None:
         assert told[0] == told[1] == (True, int(step == 1), 2.0**8 if step < 1 else 2.0**7)
 
 
+def check_lacking() -> None:
+    """Raises if only the rank whose shard was bad misses a loss of an earlier iteration."""
+    parts = fsdp2()
+    optimizer = OPTIMIZERS["foreach"](parts.params)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    scaler.name(parts.call)
+    scaler.watch(optimizer)
+    for step in range(3):
+        bad = step == 1 and dist.get_rank() == 1
+        hooks = [_spoil_after(param) for param in parts.params] if bad else []
+        scaler.backward(loss_of(parts.call, batch(step)), loss_id="own")
+        for hook in hooks:
+            hook.remove()
+        scaler.update(2.0**8)  # the gradients are left for the next iteration
+        scaler.backward(loss_of(parts.call, batch(step)))
+        assert everyone(bool(scaler.apply(optimizer))) == [step != 1] * 2
+
+
+def check_unused() -> None:
+    """Raises if parameters that a pass does not reach lose what another has left in a bucket."""
+    for views in (False, True):
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        call = _Chosen(model)
+        wrapped = nn.parallel.DistributedDataParallel(
+            call, find_unused_parameters=True, gradient_as_bucket_view=views
+        )
+        optimizer = optim.SGD(model.parameters(), lr=1.0)
+        scaler = GradScaler("cpu", init_scale=2.0**8)
+        scaler.name(wrapped)
+        for how in ({"droppable": True}, {"loss_id": "own"}):
+            before = [layer.weight.item() for layer in model]
+            for chosen in ([0, 1], [1], [0], [1]):
+                scaler.backward(wrapped(chosen), **how)
+            assert scaler.apply(optimizer).applied
+            moved = [w - layer.weight.item() for w, layer in zip(before, model, strict=True)]
+            assert moved == [2.0, 3.0]
+
+
+class _Chosen(nn.Module):
+    """The sum of the weights of chosen layers."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+        for layer in layers:
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, chosen: list[int]) -> torch.Tensor:
+        return sum(self.layers[i](torch.ones(1)).sum() for i in chosen)
+
+
 def check_flags() -> None:
     """Raises if torch's flags after unscale_() are those of one rank's shards."""
     parts = fsdp2()
@@ -270,7 +321,8 @@ def _spoil_after(param: nn.Parameter) -> Any:
     ("check", "world"),
     on_ranks(
         2,
-        "wire losses own_alone penalty own_scales unnamed droppable flags unscaled_norms two_norms",
+        "wire losses own_alone penalty own_scales unnamed droppable lacking unused flags "
+        "unscaled_norms two_norms",
     ),
 )
 def test_all_ranks_decide_by_the_same(check: str, world: int, tmp_path: Path) -> None:

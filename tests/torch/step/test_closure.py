@@ -246,3 +246,107 @@ def test_a_second_step_with_a_closure_names_update() -> None:
     scaler.step(job.optimizer, job.closure)
     with pytest.raises(CallOrderError, match="update"):
         scaler.step(job.optimizer, job.closure)
+
+
+@pytest.mark.parametrize("bad", [set(), {1}, {0, 1, 2}])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_droppable_passes_of_an_evaluation_weigh_as_much_as_all(
+    bad: set[int], in_place: bool
+) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), torch.zeros(1, requires_grad=True)
+    optimizer = Twice([w], lr=1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad(set_to_none=not in_place)
+        for i in range(3):
+            slope = 3e38 if i in bad else 2.0
+            scaler.backward(((w - w.detach()) * slope).sum(), droppable=True)
+        return w.detach().sum()
+
+    outcome = scaler.apply(optimizer, closure=closure)
+    assert bool(outcome.applied) is (len(bad) < 3)
+    assert int(outcome.dropped) == len(bad)
+    assert w.item() == (-12.0 if outcome.applied else 0.0)  # twice three times two
+    assert scaler.get_scale() == (2.0 if bad else 4.0)
+
+
+@pytest.mark.parametrize("loss_id", [0, "own"])
+def test_a_step_that_has_rejected_its_last_evaluation_is_applied(loss_id: int | str) -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), torch.zeros(1, requires_grad=True)
+    optimizer, losses = Trial([w], lr=1.0), [1.0, math.nan]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = w.sum() * losses.pop(0)
+        scaler.backward(loss, loss_id=loss_id)
+        return loss
+
+    outcome = scaler.apply(optimizer, closure=closure)
+    assert outcome.applied
+    assert w.item() == -1.0
+    assert scaler.get_scale(loss_id) == 4.0
+
+
+def test_a_step_by_an_evaluation_that_a_loss_of_its_own_has_spoilt_is_undone() -> None:
+    scaler, w = GradScaler("cpu", init_scale=4.0), torch.zeros(1, requires_grad=True)
+    optimizer, factors = Twice([w], lr=1.0), [1.0, math.nan]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = w.sum() * factors.pop(0)
+        scaler.backward(w.sum())
+        scaler.backward(loss, loss_id="own")
+        return loss
+
+    assert not scaler.apply(optimizer, closure=closure)
+    assert w.item() == 0.0
+
+
+def test_a_parameter_that_the_last_evaluation_does_not_reach_is_looked_at_too() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    optimizer = Twice([a, b], lr=1.0)
+    optimizer.evaluations = 3
+    losses = iter([lambda: (a + b).sum(), lambda: a.sum() * math.nan, lambda: b.sum()])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = next(losses)()
+        scaler.backward(loss)
+        return loss
+
+    assert not scaler.apply(optimizer, closure=closure)
+    assert (a.item(), b.item()) == (0.0, 0.0)
+
+
+class Twice(SGD):
+    """Steps after every one of its evaluations, whatever the loss was."""
+
+    evaluations = 2
+
+    def step(self, closure: Any = None) -> Any:
+        """The loss of the last evaluation."""
+        for _ in range(self.evaluations):
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+        return loss
+
+
+class Trial(SGD):
+    """Tries to step twice, and takes the second step back if the loss was infinite."""
+
+    def step(self, closure: Any = None) -> Any:
+        """The loss of the first evaluation."""
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        (w,) = self.param_groups[0]["params"]
+        here = w.detach().clone()
+        with torch.enable_grad():
+            tried = closure()
+        if tried != math.inf:
+            super().step()
+        else:
+            w.detach().copy_(here)
+        return loss

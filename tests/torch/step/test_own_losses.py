@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from gradscale import CallOrderError, SettingError
+from cpu_graph import keep_in_tensors
+from gradscale import CallOrderError, Headroom, SettingError
 from gradscale.torch import Culprit, GradScaler
 from tensors import parameter
 
@@ -321,3 +322,59 @@ def test_a_disabled_scaler_takes_loss_ids() -> None:
     scaler.backward(w.sum(), loss_id=1)
     assert w.grad.tolist() == [1.0]
     assert scaler.get_scale(1) == 1.0
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("after", [0, "other", "same"])
+def test_clearing_the_gradients_of_a_bad_loss_takes_its_mark_away(
+    tensors: bool, after: int | str
+) -> None:
+    if tensors and after == "same":
+        pytest.skip("on a device, one flag says whether all passes of a loss were finite")
+    scaler, w = GradScaler("cpu", init_scale=8.0), parameter(0.0)
+    if tensors:
+        keep_in_tensors(scaler)
+    optimizer = SGD([w], lr=1.0)
+    scaler.watch(optimizer)
+    scaler.backward((w * 2.0**126).sum(), loss_id="same")
+    optimizer.zero_grad()
+    scaler.backward(w.sum(), loss_id=after)
+    assert scaler.apply(optimizer)
+    assert w.item() == -1.0
+    # What is not cleared is held back, and a step of an earlier iteration is no longer to blame.
+    scaler.backward((w * 2.0**127).sum(), loss_id="other")
+    scaler.backward(w.sum())
+    assert not scaler.apply(optimizer)
+    scaler.backward(w.sum())
+    assert scaler.apply(optimizer)
+    assert w.item() == -2.0
+
+
+def test_a_bad_pass_of_a_loss_holds_back_only_what_that_pass_reached() -> None:
+    scaler, a, b = GradScaler("cpu", init_scale=8.0), parameter(0.0), parameter(0.0)
+    one, other = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    for optimizer in (one, other):
+        scaler.watch(optimizer)
+    scaler.backward((a * 2.0**126).sum(), loss_id=1)
+    scaler.backward((a + b).sum(), loss_id=1)
+    for optimizer in (one, other):
+        scaler.step(optimizer)
+    scaler.update()
+    assert (a.item(), b.item()) == (0.0, -1.0)
+    assert scaler.get_scale(1) == 4.0
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_bad_loss_holds_back_gradients_that_a_later_pass_puts_aside(earlier: bool) -> None:
+    # A sparse gradient is not there while a pass is measured on its own.
+    scaler = GradScaler("cpu", policy=Headroom(init_scale=8.0))
+    table = torch.nn.Embedding(4, 1, sparse=True)
+    optimizer = SGD(table.parameters(), lr=1.0)
+    scaler.watch(optimizer)
+    before = table.weight.detach().clone()
+    scaler.backward((table(torch.tensor([1])) * 2.0**126).sum(), loss_id=1)
+    if earlier:
+        scaler.update(8.0)
+    scaler.backward(table(torch.tensor([1])).sum())
+    assert not scaler.apply(optimizer)
+    assert torch.equal(table.weight, before)
