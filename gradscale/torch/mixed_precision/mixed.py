@@ -292,7 +292,8 @@ class MixedPrecision:
 
     def _is_lower(self, outcome: StepOutcome) -> bool:
         """Whether the scale is lower than in `outcome`, which was skipped; lowers it if it can."""
-        if not outcome.loss_finite or outcome.finite:
+        overflowed = not outcome.finite or bool(outcome.dropped)
+        if not outcome.loss_finite or not overflowed:
             return False
         if any(not finite for finite, _ in outcome._own):
             return True

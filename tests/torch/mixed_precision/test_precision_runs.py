@@ -137,6 +137,21 @@ def test_a_bad_micro_batch_can_be_left_out(mode: str, make: Any) -> None:
     assert same(*runs)
 
 
+@pytest.mark.parametrize("mode", ["fp16-master", "fp16-pure"])
+def test_a_window_of_which_nothing_is_left_is_computed_again(mode: str) -> None:
+    # Beyond 65504 in every micro-batch at the first scale, and in their sum at half of it.
+    model = torch.nn.Linear(1, 1, bias=False)
+    policy = gs.Dynamic(init_scale=2.0**15)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mp = MixedPrecision(model, optimizer, mode, policy=policy)
+    before = mp.float32_model_state()["weight"]
+    losses = lambda: (model(torch.full((1, 1), 6.0)).sum() for _ in range(2))  # noqa: E731
+    outcome = mp.run(losses, accumulate=2, drop="micro")
+    assert outcome.applied
+    assert [int(each.dropped) for each in outcome.earlier] == [2, 0]
+    assert torch.equal(before - mp.float32_model_state()["weight"], torch.full((1, 1), 6.0))
+
+
 @pytest.mark.parametrize("mode", ["fp16", "fp16-master"])
 def test_good_micro_batches_are_what_they_are_without(mode: str) -> None:
     runs = []
