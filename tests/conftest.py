@@ -31,6 +31,17 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("explore")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the examples of the profiles that are fixed the same in every run."""
+    if config.getoption("hypothesis_profile", None) in ("fixed", "mutants"):
+        from hypothesis.internal.conjecture import providers
+
+        # Examples contain constants from the modules that are imported by then, which differ with
+        # the tests that a worker happens to have run before.
+        if hasattr(providers, "is_local_module_file"):
+            providers.is_local_module_file = lambda path: False
+
+
 def no_cuda() -> str | None:
     """Why tests marked `gpu` cannot run here, or None if they can."""
     if importlib.util.find_spec("torch") is None:

@@ -78,6 +78,8 @@ class OptimizerEntry:
     """Steps in a row that were skipped: a number on the CPU, an int32 tensor elsewhere."""
     skipped: Any = False
     """bool: the gradients that are still there are those of a step that was skipped."""
+    skipped_grads: dict[int, Any] | None = None
+    """These gradients, weakly, by the id of the parameter, where the host has decided."""
     stepped_at = -1
     """How many passes had begun at its last step; -1 before the first."""
     witness: tuple[Any, int] | None = None
@@ -212,6 +214,10 @@ class OptimizerEntry:
         if len(step.entries) > 1:
             grad = next((p.grad for p in with_grad(self.param_groups())), None)
         self.witness = None if grad is None else (weakref.ref(grad), version_of(grad))
+        self.skipped_grads = None
+        if self.skipped is True:
+            grads = [(id(p), p.grad) for p in params]
+            self.skipped_grads = {key: weakref.ref(g) for key, g in grads if g is not None}
 
     def has_new_gradients(self, params: Sequence[Tensor]) -> bool:
         """Whether its first gradient is another than at its last step, or was written to."""
@@ -224,7 +230,7 @@ class OptimizerEntry:
         return grad is None or params[0].grad is not grad or version_of(grad) != version
 
     def clear_skipped(self, entries: Entries, alone: bool = False) -> None:
-        """Sets the gradients of a step that was skipped to 0, if they are still there.
+        """Sets the gradients of a step that was skipped to 0, those that are still there.
 
         For others of `entries` that have had them as well, they are not new by that. With `alone`,
         no pass has begun since: who has written to them has clipped them, say for another optimizer
@@ -236,6 +242,9 @@ class OptimizerEntry:
         params = with_grad(self.param_groups())
         kept = params and alone and self.witness[0]() is params[0].grad
         if kept or (params and not self.has_new_gradients(params)):
+            first: Any = params[0].grad
+            if (known := self.skipped_grads) is not None:
+                params = [p for p in params if id(p) in known and known[id(p)]() is p.grad]
             grads = {id(p.grad): version_of(p.grad) for p in params}
             zero(values_of(params), skipped if isinstance(skipped, bool) else skipped != 0)
             for entry in entries.all:
@@ -243,7 +252,6 @@ class OptimizerEntry:
                 grad = ref()
                 if entry is not self and grad is not None and grads.get(id(grad)) == version:
                     entry.witness = ref, version_of(grad)
-            first: Any = params[0].grad
             self.witness = weakref.ref(first), version_of(first)
 
 
