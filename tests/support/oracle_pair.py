@@ -159,6 +159,9 @@ class Pair:
             return
         if reference.stage(i) is OptState.UNSCALED:
             return
+        mine = set(ours.members[i])
+        if any(not mine.isdisjoint(each) for j, each in enumerate(ours.members) if j != i):
+            return  # what it leaves for another optimizer is not in the ledger
         self.do_zero(i, True)
         terms = tuple((k, values) for k in ours.members[i])
 

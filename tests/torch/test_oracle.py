@@ -260,7 +260,8 @@ class HalvesTwice(GradScaler):
 class GrowsLate(GradScaler):
     def update(self, new_scale: Any = None) -> None:
         late = self._get_growth_tracker() + 1 == self.get_growth_interval()
-        if late and new_scale is None and self.get_growth_interval() > 1:
+        live = self._growth_tracker is not None and new_scale is None
+        if late and live and self.get_growth_interval() > 1:
             self._growth_tracker = self._growth_tracker - 1
         super().update(new_scale)
 

@@ -82,6 +82,8 @@ class OptimizerEntry:
     """These gradients, weakly, by the id of the parameter, where the host has decided."""
     stepped_at = -1
     """How many passes had begun at its last step; -1 before the first."""
+    stepped_params: Sequence[Tensor] = ()
+    """The parameters that had a gradient at its last step."""
     witness: tuple[Any, int] | None = None
     """The first gradient of its last step, weakly, and its version."""
     step: Step | None = None
@@ -206,7 +208,7 @@ class OptimizerEntry:
         self.step, self.stage, self.stepped_at, self.left = step, STEPPED, count, None
         self.lacking = None
         self.skipped = False if step.nothing else step.skip
-        params = step.grads.params
+        params = self.stepped_params = step.grads.params
         if not params:
             self.witness = None
             return
@@ -237,22 +239,23 @@ class OptimizerEntry:
         that shares them.
         """
         skipped, self.skipped = self.skipped, False
-        if skipped is False or self.witness is None or self.witness[0]() is None:
+        if skipped is False or self.witness is None:
             return
         params = with_grad(self.param_groups())
-        kept = params and alone and self.witness[0]() is params[0].grad
-        if kept or (params and not self.has_new_gradients(params)):
-            first: Any = params[0].grad
-            if (known := self.skipped_grads) is not None:
-                params = [p for p in params if id(p) in known and known[id(p)]() is p.grad]
+        if self.has_new_gradients(params) and not alone:
+            return
+        if (known := self.skipped_grads) is not None:
+            params = [p for p in params if id(p) in known and known[id(p)]() is p.grad]
+        elif params and self.witness[0]() is not params[0].grad:
+            return
+        if params:
             grads = {id(p.grad): version_of(p.grad) for p in params}
             zero(values_of(params), skipped if isinstance(skipped, bool) else skipped != 0)
             for entry in entries.all:
                 ref, version = entry.witness or (_nothing, 0)
                 grad = ref()
-                if entry is not self and grad is not None and grads.get(id(grad)) == version:
+                if grad is not None and grads.get(id(grad)) == version:
                     entry.witness = ref, version_of(grad)
-            self.witness = weakref.ref(first), version_of(first)
 
 
 class Entries:

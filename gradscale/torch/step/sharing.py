@@ -98,6 +98,7 @@ def unscaled_among(
             grad, ids = entry.witness[0](), entry.param_ids()
             kept = any(p.grad is grad for p in with_grad(entry.param_groups()))
             changed = kept and version_of(grad) != entry.witness[1]
+            ids &= set(map(id, entry.stepped_params))  # those that had a gradient then
             if changed and not ids.isdisjoint(map(id, params)):
                 raise CallOrderError(
                     "A backward pass has added to gradients that another optimizer has unscaled "
