@@ -132,7 +132,7 @@ class Soaring(Headroom):
     """Ignores its bounds."""
 
     def update(self, state: Any, stats: GradStats, xp: Any = None) -> Any:
-        return Headroom.update(self, state, stats)._replace(scale=state.scale * 2)
+        return Headroom.update(self, state, stats)._replace(scale=self.max_scale * 2)
 
 
 class Blaming(Headroom):
