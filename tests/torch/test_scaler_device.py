@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscale import Dynamic, GradStats
 from gradscale.torch import GradScaler
+from gradscale.torch.grads.dispatch import locate
 from tensors import parameter
 
 
@@ -93,6 +94,15 @@ def test_a_step_that_cannot_skip_on_the_device_waits_once() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert watch.reads == 1
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_the_host_is_not_given_to_kernels() -> None:
+    w, there, here = parameter(device="cuda"), parameter(device="cuda"), parameter()
+    grads = [torch.ones_like(each) for each in (w, there, here)]
+    assert locate([w, there], grads[:2]) is not None
+    # As where an optimizer of before is gone, and its first parameter's id is used again.
+    assert locate([w, here], [grads[0], grads[2]]) is None
 
 
 @pytest.mark.gpu

@@ -112,7 +112,8 @@ class TensorTable(NamedTuple):
     keys: list[tuple[torch.device, torch.dtype]]
     """Device and format of every group; one for all groups, if they have the same."""
     facts: Any = None
-    """Formats, sizes, layouts and addresses for which it was made, where `locate` compares them."""
+    """Formats, devices, sizes, layouts and addresses for which it was made, as `locate` compares
+    them."""
 
     def rows(self, values: Tensor) -> dict[tuple[torch.device, torch.dtype], Tensor]:
         """The rows of `values`, one for every tensor, by their keys."""
@@ -157,8 +158,8 @@ def new_table(sizes: Sequence[int], device: torch.device) -> Table:
 def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
     """The table of `grads`, those of `params`; None if kernels cannot take them.
 
-    The one of the last call is returned if formats, sizes, layouts and addresses are the same; if
-    only addresses differ, its tables are sent the new ones.
+    The one of the last call is returned if formats, devices, sizes, layouts and addresses are the
+    same; if only addresses differ, its tables are sent the new ones.
     """
     # A subclass (DTensor, say) need not keep its numbers at its address.
     if not all_plain(grads):
@@ -169,10 +170,10 @@ def locate(params: list[Tensor], grads: list[Any]) -> TensorTable | None:
         return None
     pointers = found.pointers
     # Lists of one kind of value, because pairs take twice as long to make.
-    facts = (list(map(_DTYPE, grads)), list(map(Tensor.numel, grads)), found.layout)
-    device = params[0].device  # which a model keeps its parameters' ids on, if it is moved
-    stream = _stream(device)
-    key = (device, stream, id(params[0]), len(params))
+    kinds = list(map(_DTYPE, grads)), list(map(Tensor.get_device, grads))
+    facts = (*kinds, list(map(Tensor.numel, grads)), found.layout)
+    stream = _stream(params[0].device)
+    key = (stream, id(params[0]), len(params))
     known = None if stream is None else _located.get(key)
     if known is not None and known.facts[0] == facts:
         if known.facts[1] != pointers:

@@ -248,6 +248,18 @@ def test_large_tensors_keep_some_sets_of_addresses_on_the_device() -> None:
     assert table.addresses is sent
 
 
+def test_a_table_is_not_used_for_gradients_on_other_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = [torch.ones(3, device=HERE) for _ in range(2)]
+    grads = [torch.ones(3, device=HERE) for _ in params]
+    with kernels.use("triton"):
+        table = kernels.locate(params, grads)
+        assert kernels.locate(params, grads) is table
+        monkeypatch.setattr(Tensor, "get_device", lambda tensor: int(tensor is grads[1]))
+        assert kernels.locate(params, grads) is not table
+
+
 class CompiledForm:
     """What Triton compiles a kernel to, as far as a launch needs it."""
 
