@@ -102,7 +102,7 @@ class FusedSGD(SGD):
 
 
 def without_equal(name: str, instead: str) -> Callable[..., Any]:
-    """What stands for Apex' `name`: it can be imported, but not made."""
+    """A class with the name of Apex' `name` that can be imported, but not made."""
 
     def construct(*args: Any, **settings: Any) -> Any:
         raise SettingError(f"gradscale has no {name}. {instead}")

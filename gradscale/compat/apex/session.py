@@ -1,4 +1,4 @@
-"""What `amp` knows between calls: it is one for the whole process, as Apex has it."""
+"""The state of `amp` between calls: one for the whole process, as in Apex."""
 
 from __future__ import annotations
 

@@ -233,11 +233,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises if `model` is wrapped in something that knows the formats of its weights."""
+    """Raises if `model` is wrapped in something that depends on the formats of its weights."""
     while model is not bare(model):
         if isinstance(model, WRAPPERS):
             raise SettingError(
-                f"{type(model).__name__} knows the formats of the weights, so they cannot be cast "
+                f"{type(model).__name__} uses the formats of the weights, so they cannot be cast "
                 "any more. Give MixedPrecision the model itself, and wrap it afterwards."
             )
         model = model._orig_mod  # type: ignore[assignment]
@@ -286,7 +286,7 @@ def _overflows(param: Tensor) -> Tensor:
 
 
 def _outermost(model: nn.Module, keep: Iterable[Keep]) -> Iterator[nn.Module]:
-    """The modules of `keep` that are in no other one, and that autocast must be told of."""
+    """The modules of `keep` that are in no other one, and that autocast must leave out."""
     named = [found for each in keep for found in find(model, each)]
     chosen = {module for module in named if not isinstance(module, _MIXED)}
     inner = {each for module in chosen for each in module.modules() if each is not module}

@@ -96,7 +96,7 @@ class OptimizerEntry:
         self.older = takes_scaler(optimizer)
         """Whether its `step()` takes the scaler: torch's older contract."""
         self.measured: list[Measurement] = []
-        """The reads of this iteration, for who asks which parameters are to blame."""
+        """The reads of this iteration, from which the parameters to blame are found on request."""
         self.groups: list[Group] = []
         """The groups of ranks that must agree on its gradients."""
 
@@ -355,7 +355,7 @@ class Entries:
                 entry.row = row
 
     def as_torch(self, device: torch.device | None) -> dict[Any, dict[str, Any]]:
-        """Torch's `_per_optimizer_states`: a copy, for who reads it."""
+        """Torch's `_per_optimizer_states`: a copy; writing to it has no effect."""
         states = {
             id(entry.held): {
                 "stage": entry.stage,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gradscale.torch.step.pipeline import Pipeline
 
 _FEW = 4
-"""Tables that are read one by one rather than looked for once more, as one."""
+"""Up to so many tables of an optimizer are used as they are; beyond that, one table is built."""
 
 
 def is_plain(pipeline: Pipeline, iteration: Iteration) -> bool:
@@ -61,7 +61,7 @@ def can_decide(pipeline: Pipeline, step: Step) -> bool:
 
 
 def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None:
-    """Steps all optimizers of `step` or none, and moves the scale; None, with nothing done, if not.
+    """Steps all optimizers of `step` or none, and moves the scale; None, changing nothing, if not.
 
     For `apply()`.
     """
@@ -214,7 +214,7 @@ def _decide_with_ranks(
 
 
 def _undo(pipeline: Pipeline, step: Step) -> None:
-    """For the next try: nothing is counted."""
+    """Takes back the step count and the skip count of a step that raised."""
     pipeline.state.counters.steps.sub_(1)
     row = pipeline.row_of(step.entries[0])
     row.sub_(step.skip.to(row.dtype))
@@ -255,7 +255,7 @@ def measure_fused(pipeline: Pipeline, step: Step, unscale: bool, max_norm: float
 
 
 def advance_fused(pipeline: Pipeline) -> Record | None:
-    """Moves the scale after one step in torch's loop; None, with nothing done, if not."""
+    """Moves the scale after one step in torch's loop; None, changing nothing, if it cannot."""
     passes, steps = pipeline.passes, pipeline.monitor.steps
     if len(steps) != 1 or steps[0].decision is None:
         return None

@@ -303,7 +303,7 @@ def _move(
     elif iteration.own_passes and iteration.own_passes == iteration.passes:
         counts = _also(counts, finite ^ True)
     if state.policy.goes_by and iteration.own_passes:
-        # How large its gradients are is not known without a pass, nor by a bad one after the step.
+        # Unknown without a pass of loss 0, or if that pass was not finite.
         amax: Any = math.inf if iteration.common_amax is None else iteration.common_amax
         sized: Any = torch.isfinite(amax) if isinstance(amax, Tensor) else math.isfinite(amax)
         if sized is not True:

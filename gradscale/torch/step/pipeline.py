@@ -363,7 +363,7 @@ class Pipeline:
             scale = step.factor().reciprocal() if step.in_place else scale
             scale = None if step.limit is not None else scale
         elif step.in_place and step.measured is not None and not writes_back(optimizer):
-            scale = step.scale.unit().tensor  # who did not call unscale_() gets one, as in torch
+            scale = step.scale.unit().tensor  # as torch, unless the user called unscale_()
         if step.skip is not False or "grad_scale" in vars(optimizer):
             found_inf = constant(0.0) if step.skip is False else step.skip
             return step_on_device(optimizer, scale, found_inf, args, kwargs)

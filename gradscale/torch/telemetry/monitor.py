@@ -59,7 +59,7 @@ class Monitor:
         self._calm = False
         """Whether the last step of every optimizer was applied."""
         self.busy = False
-        """Whether an `update()` in which nothing happens has to be looked at all the same."""
+        """Whether an `update()` must be delivered even if nothing has happened in it."""
         self.steps: list[Any] = []
         """The steps since the last `update()`."""
         self.last: Any = None

@@ -60,13 +60,13 @@ class Mark:
                 self._event.record()
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached the mark."""
         if self._event is None:
             return event_on(self._device) is None
         return self._event.query()
 
     def synchronize(self) -> None:
-        """Waits until the device has come there."""
+        """Waits until the device has reached the mark."""
         self.put()
         if self._event is not None:
             self._event.synchronize()

@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
     def of(cls, sizes: Sequence[int], device: torch.device) -> Chunks:
         """The chunks of tensors with these `sizes`."""
         numel = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        # One for an empty tensor as well, so that each has a program that speaks for it.
+        # One for an empty tensor as well, so that every tensor has a program.
         counts = torch.clamp((numel + (CHUNK - 1)) // CHUNK, min=1)
         firsts = torch.zeros(len(sizes) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=firsts[1:])
