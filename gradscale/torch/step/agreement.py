@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +55,7 @@ def agree(pipeline: Pipeline, step: Step, norm: Any = None) -> Any:
         iteration.common = found.has_common_loss > 0
     if not step.grads.params:
         iteration.idle = found.has_gradients == 0
-    held_back = _any([report.unfit > 0 for report in others]) if losses else None
+    held_back = reduce(or_, [report.unfit > 0 for report in others]) if losses else None
     for entry in entries:
         stats: Any = entry.stats
         if not entry.agreed:  # else all ranks report by now that it was bad
@@ -86,7 +88,7 @@ def _report(
 ) -> Any:
     """What this rank has found in the gradients of `entries`."""
     stats: list[Any] = [entry.stats for entry in entries]
-    found = _any([one.finite ^ True for one in stats])
+    found = reduce(or_, [one.finite ^ True for one in stats])
     rank = float(dist.get_rank())
     if isinstance(found, Tensor):
         lowest: Any = torch.where(found, rank, math.inf)
@@ -100,7 +102,7 @@ def _report(
         amax = math.nan if any(map(math.isnan, sizes)) else max(sizes, default=0.0)
     return Report(
         non_finite=found,
-        unfit=_any([one.fits ^ True for one in stats]),
+        unfit=reduce(or_, [one.fits ^ True for one in stats]),
         loss_non_finite=_bad(iteration.losses_finite()),
         penalty_non_finite=_bad(iteration.penalty_finite),
         has_gradients=float(present),
@@ -135,19 +137,11 @@ def _report_of(loss: OwnLoss, entries: Sequence[OptimizerEntry]) -> Any:
         holding.append(bad)
     return Report(
         non_finite=bad,
-        unfit=_any(holding) if holding else 0.0,
+        unfit=reduce(or_, holding) if holding else 0.0,
         loss_non_finite=loss.loss_finite ^ True,
         has_gradients=1.0 if loss.present is None else loss.present,
         amax=loss.amax,
     )
-
-
-def _any(flags: Sequence[Any]) -> Any:
-    """bool: whether one of `flags` holds."""
-    found = flags[0]
-    for flag in flags[1:]:
-        found = found | flag
-    return found
 
 
 def _bad(finite: Any) -> Any:

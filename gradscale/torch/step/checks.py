@@ -46,8 +46,8 @@ def refuse_others(passes: Passes) -> None:
         passes.claim()
 
 
-def refuse_used(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:
-    """Raises if an entry has no gradients but those of its last step."""
+def check_new_gradients(pipeline: Pipeline, entry: OptimizerEntry, call: str) -> None:
+    """Raises if an entry has no gradients since its last step, else finds their iteration."""
     passes = pipeline.passes
     if passes.last is not None and passes.last.captured:
         return  # replays run passes without hooks

@@ -252,7 +252,7 @@ class OptimizerEntry:
             grads = {id(p.grad): version_of(p.grad) for p in params}
             zero(values_of(params), skipped if isinstance(skipped, bool) else skipped != 0)
             for entry in entries.all:
-                ref, version = entry.witness or (_nothing, 0)
+                ref, version = entry.witness or (lambda: None, 0)
                 grad = ref()
                 if grad is not None and grads.get(id(grad)) == version:
                     entry.witness = ref, version_of(grad)
@@ -333,7 +333,7 @@ class Entries:
         found = (p for entry in self.all for group in entry.param_groups() for p in group["params"])
         return list({id(p): p for p in found if id(p) in ids}.values())
 
-    def refuse_sharing(self, params: list[Tensor]) -> None:
+    def mark_mixed(self, params: list[Tensor]) -> None:
         """Marks the entries of `params`: a pass has added to gradients that are unscaled."""
         ids = set(map(id, params))
         for entry in self.all:
@@ -382,10 +382,6 @@ def found_inf_per_device(
         else torch.full((), float(not finite), dtype=torch.float32, device="cpu")
     )
     return {each: flag.to(each) for each in devices}
-
-
-def _nothing() -> None:
-    """What a dead reference returns."""
 
 
 def version_of(grad: Any) -> int:

@@ -139,7 +139,7 @@ class Passes:
         """Whether gradients have been set aside for a pass that is checked on its own."""
         self.scaled = 0
         """Losses that were scaled."""
-        self.last_scaled: Any = _nothing
+        self.last_scaled: Any = lambda: None
         self.unscaled: dict[int, weakref.ref[Tensor]] = {}
         """Gradients that were unscaled in place for one of several optimizers that share them, by
         the id of the parameter."""
@@ -363,7 +363,7 @@ class Passes:
             if changed and each.entry is not None:
                 each.entry.added(self.last, self.entries)
             elif changed:
-                self.entries.refuse_sharing(changed)
+                self.entries.mark_mixed(changed)
 
     def is_reducing(self) -> bool:
         """Whether all wrapped modules reduce the gradients of a pass: none is in no_sync()."""
@@ -434,7 +434,3 @@ def _and(known: Any, flag: Any, scale: Scale) -> Any:
     if isinstance(flag, Tensor):
         flag = move(flag, scale.tensor.device)
     return flag if known is None else known & flag
-
-
-def _nothing() -> None:
-    """What a dead reference returns."""

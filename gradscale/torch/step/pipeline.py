@@ -8,6 +8,8 @@ waits for the device but the step of an optimizer that cannot skip by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 from threading import get_ident
 from typing import Any
 
@@ -136,7 +138,7 @@ class Pipeline:
                     refuse_small_eps(entry.held, params)
                 entry.formats = formats
             if entry.stage is READY and max(entry.stepped_at, 0) >= passes.count:
-                checks.refuse_used(self, entry, call)
+                checks.check_new_gradients(self, entry, call)
         if len(entries) > 1:
             for entry in entries:
                 left = passes.scale_of(entry)
@@ -322,7 +324,7 @@ class Pipeline:
             finites.append(finite)
             fits.append(stats.fits)
             step.skip = step.skip | ((finite & stats.fits) ^ True)
-        step.stats = stats._replace(finite=all_of(finites), fits=all_of(fits))
+        step.stats = stats._replace(finite=reduce(and_, finites), fits=reduce(and_, fits))
 
     # Step.
 
@@ -438,11 +440,3 @@ class Pipeline:
             like = self.state.live.scale
             entry.row = torch.full_like(like, entry.row, dtype=torch.int32)
         return entry.row
-
-
-def all_of(flags: Sequence[Any]) -> Any:
-    """bool: whether all of `flags` hold."""
-    found = flags[0]
-    for flag in flags[1:]:
-        found = found & flag
-    return found
