@@ -66,6 +66,11 @@ def move(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=device.type != "cpu")
 
 
+def readable(value: Tensor) -> bool:
+    """Whether reading `value` waits for nothing."""
+    return value.is_cpu
+
+
 def times(value: Tensor, factor: Tensor) -> Tensor:
     """`value` times the float32 `factor`, in float32 where `value` is float16."""
     wide = value.float() if value.dtype is torch.float16 else value

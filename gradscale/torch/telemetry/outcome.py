@@ -15,6 +15,7 @@ from gradscale.formats import Format
 from gradscale.monitor import verdict
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.grads.fields import DECISION, value_at
+from gradscale.torch.grads.scale import readable
 from gradscale.torch.telemetry.blame import Blame, Culprit
 from gradscale.torch.telemetry.transport import event_on
 
@@ -109,7 +110,7 @@ class StepOutcome:
         """Whether reading it would wait for nothing."""
         if self._original is not None:
             return self._original().ready()
-        if self.applied.is_cpu:
+        if readable(self.applied):
             return True
         if self._done is None and not capturing():
             # Reading waits for all that was queued before, so what is queued by now counts.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradscale.monitor import Move, Step, StepRecord
 from gradscale.torch.grads.fields import RECORD
-from gradscale.torch.grads.scale import move
+from gradscale.torch.grads.scale import move, readable
 
 _PER_STEP = 3
 """Integers in a record for each step."""
@@ -94,7 +94,7 @@ class Sent:
 
     def arrived(self) -> bool:
         """Whether reading it would wait for nothing."""
-        return self._value.is_cpu and (self._arrived is None or self._arrived.query())
+        return readable(self._value) and (self._arrived is None or self._arrived.query())
 
     def read(self) -> Tensor:
         """The tensor; waits for the work that made it, and for nothing that was queued later."""
