@@ -239,12 +239,15 @@ class OptimizerEntry:
         that shares them.
         """
         skipped, self.skipped = self.skipped, False
+        known = self.skipped_grads
         if skipped is False or self.witness is None:
             return
+        if known is None and self.witness[0]() is None:
+            return  # cleared, as in most loops; on a device every step may have been skipped
         params = with_grad(self.param_groups())
         if self.has_new_gradients(params) and not alone:
             return
-        if (known := self.skipped_grads) is not None:
+        if known is not None:
             params = [p for p in params if id(p) in known and known[id(p)]() is p.grad]
         elif params and self.witness[0]() is not params[0].grad:
             return
