@@ -28,6 +28,7 @@ from gradscale.torch import GradScaler, MixedPrecision
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
 from gradscale.torch.grads import dispatch as kernels
 from gradscale.torch.telemetry.transport import Layout
+from tensors import Fails
 
 
 def weight(value: float = 0.0, **options: Any) -> Tensor:
@@ -561,18 +562,6 @@ def test_a_scale_that_is_set_is_a_float32_as_torchs_is() -> None:
     scaler.scale(w.sum())
     scaler.update(3e-5)
     assert scaler.get_scale() == torch.tensor(3e-5, dtype=torch.float32).item()
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise MemoryError("planted")
 
 
 @pytest.mark.parametrize("first", [True, False])
