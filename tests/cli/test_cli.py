@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -190,6 +190,8 @@ def test_absent_framework_comes_with_a_remedy() -> None:
 
 
 def test_extras_are_those_of_pyproject() -> None:
+    # pytest brings tomli where the library of Python has no tomllib.
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
 

@@ -12,14 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -32,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradscale.torch import GradScaler, ShardedGradScaler
 from gradscale.torch.distributed.groups import Shards
 from gradscale.torch.optim import AdamW
+from sharded_names import MixedPrecisionPolicy, Replicate, Shard, fully_shard
 
 DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
 """Where the models are: on a GPU, which ranks share, if `run_check` is given one."""

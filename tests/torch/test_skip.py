@@ -107,13 +107,11 @@ MOMENTUM = {"momentum": {"momentum": 0.9}}
 VARIANTS: dict[type[optim.Optimizer], dict[str, dict[str, Any]]] = {
     optim.ASGD: COMMON | {"average": {"t0": 1.0, "lambd": 0.1}},
     optim.Adadelta: COMMON,
-    optim.Adafactor: COMMON,
     optim.Adagrad: COMMON | {"lr-decay": {"lr_decay": 0.1, "initial_accumulator_value": 0.5}},
     optim.Adam: COMMON | AMSGRAD | DECOUPLED,
     optim.AdamW: COMMON | AMSGRAD,
     optim.Adamax: COMMON,
     optim.LBFGS: ANY | {"wolfe": {"line_search_fn": "strong_wolfe"}},
-    optim.Muon: ANY | DECAY | {"not-nesterov": {"nesterov": False}},
     optim.NAdam: COMMON | DECOUPLED,
     optim.RAdam: COMMON | DECOUPLED,
     optim.RMSprop: COMMON | MOMENTUM | {"centered": {"momentum": 0.9, "centered": True}},
@@ -125,6 +123,11 @@ VARIANTS: dict[type[optim.Optimizer], dict[str, dict[str, Any]]] = {
         "dampening": {"momentum": 0.9, "dampening": 0.5, "maximize": True},
     },
 }
+NEWER: dict[str, dict[str, dict[str, Any]]] = {
+    "Adafactor": COMMON,  # torch 2.5
+    "Muon": ANY | DECAY | {"not-nesterov": {"nesterov": False}},  # torch 2.9
+}
+VARIANTS |= {getattr(optim, name): NEWER[name] for name in NEWER if hasattr(optim, name)}
 LEFT_OUT = {optim.Optimizer: "is the base class", optim.SparseAdam: "takes no dense gradients"}
 
 MODES: dict[str, dict[str, Any]] = {
@@ -163,7 +166,7 @@ def torch_forms() -> Iterator[tuple[Form, bool]]:
             if kind is optim.LBFGS:
                 settings["max_iter"] = 4
                 form = form._replace(routes=("closure-1", "closure-2", "closure-3"))
-            if kind is optim.Muon:
+            if kind.__name__ == "Muon":
                 form = form._replace(shapes=((4, 3), (3, 5), (2, 2)))
             yield form, refused(kind, settings)
 

@@ -21,13 +21,10 @@ from torch.nn import Parameter
 
 from gradscale.torch.compile.graph_breaks import outside
 from gradscale.torch.compile.handles import find
+from gradscale.torch.features import OPERATOR_TAGS
 from gradscale.torch.grads.scale import move, times
 from gradscale.torch.telemetry.blame import Blame
 from gradscale.torch.telemetry.outcome import StepOutcome
-
-# A replayed CUDA graph would skip what happens on the host.
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-
 
 # Scaling.
 
@@ -44,7 +41,7 @@ def scale(scaler: Any, loss: Tensor) -> Tensor:
     "gradscale::scale",
     mutates_args=(),
     schema="(Tensor loss, Tensor order, SymInt scaler) -> Tensor",
-    tags=_TAGS,
+    **OPERATOR_TAGS,
 )
 def _scale(loss: Tensor, order: Tensor, scaler: int) -> Tensor:
     """The scaled loss."""
@@ -56,7 +53,7 @@ def _scale(loss: Tensor, order: Tensor, scaler: int) -> Tensor:
     "gradscale::begin_pass",
     mutates_args=(),
     schema="(Tensor grad, Tensor loss, SymInt scaler) -> Tensor",
-    tags=_TAGS,
+    **OPERATOR_TAGS,
 )
 def _begin_pass(grad: Tensor, loss: Tensor, scaler: int) -> Tensor:
     """The gradient of `loss`, times the scale of the iteration in which the pass runs."""
@@ -167,7 +164,7 @@ torch.library.define(
     "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!) order, SymInt scaler,"
     " SymInt[] optimizers, int[] places, float? clip_norm, float? clip_value, bool grad_enabled)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    **OPERATOR_TAGS,
 )
 
 

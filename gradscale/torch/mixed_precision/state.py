@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,8 @@ def load(mp: MixedPrecision, state: Mapping[str, Any]) -> None:
         for each, old in before:
             each.load_state_dict(old)
         mp.scaler.load_state_dict(scale)
-        error.add_note("MixedPrecision.load_state_dict(): nothing was loaded.")
+        if sys.version_info >= (3, 11):  # before, errors have no notes
+            error.add_note("MixedPrecision.load_state_dict(): nothing was loaded.")
         raise
     mp.retries = state["retries"]
 

@@ -7,7 +7,6 @@ arrived. On the CPU it is there at once.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import struct
 import weakref
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradscale.monitor import Move, Step, StepRecord
+from gradscale.torch.features import accelerator
 from gradscale.torch.grads.fields import RECORD
 from gradscale.torch.grads.scale import move, readable
 
@@ -25,16 +25,9 @@ _PER_STEP = 3
 """Integers in a record for each step."""
 
 
-@functools.cache
-def _accelerator() -> str | None:
-    """The kind of accelerator that there is; a process has the same one as long as it runs."""
-    accelerator = torch.accelerator.current_accelerator()
-    return None if accelerator is None else accelerator.type
-
-
 def event_on(device: torch.device) -> torch.Event | None:
     """An event for the work on `device`; None where there are no events."""
-    return torch.Event(device) if device.type == _accelerator() else None
+    return torch.Event(device) if device.type == accelerator() else None
 
 
 class Mark:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import gradscale as gs
@@ -20,6 +19,7 @@ from gradscale.torch import GradScaler
 from gradscale.torch.blocks import BlockScales
 from gradscale.torch.optim import AdamW
 from ranks import on_ranks, run_check
+from sharded_names import MixedPrecisionPolicy, fully_shard
 from tensors import same
 
 torch.set_num_threads(1)

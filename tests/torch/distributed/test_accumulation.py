@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscale.torch import GradScaler
 from ranks import everyone, run_check
+from sharded_names import MixedPrecisionPolicy, fully_shard
 from shared_models import BATCH, HOW, OPTIMIZERS, WIDTH, error_of
 
 MICRO, STEPS = 2, 5

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradscale as gs
@@ -23,6 +22,7 @@ from gradscale.torch import GradScaler
 from gradscale.torch.distributed import consensus
 from gradscale.torch.distributed.groups import Groups, Shards
 from ranks import everyone, on_ranks, run_check
+from sharded_names import fully_shard
 from shared_models import OPTIMIZERS, WIDTH, batch, loss_of, net
 
 

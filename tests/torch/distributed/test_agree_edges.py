@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import gradscale as gs
 from gradscale.errors import CallOrderError, SettingError
@@ -23,6 +23,7 @@ from gradscale.torch.distributed.groups import Shards
 from gradscale.torch.grads import dispatch as kernels
 from gradscale.torch.optim import SGD, AdamW, Lion
 from ranks import everyone, on_ranks, run_check
+from sharded_names import fully_shard
 from shared_models import batch, ddp, fsdp2, loss_of, net
 
 BEFORE = ShardedGradScaler("cpu", init_scale=2.0**8)

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradscale as gs
 from gradscale.torch import GradScaler
 from gradscale.torch.distributed import groups as agree
 from gradscale.torch.optim import SGD, AdamW
 from ranks import be_a_rank, everyone, run_check
+from sharded_names import CPUOffloadPolicy, fully_shard
 from shared_models import (
     OPTIMIZERS,
     Setup,

@@ -21,11 +21,11 @@ import torch.distributed.nn.functional  # before there is a group: else gloo may
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradscale as gs
 from gradscale.torch import GradScaler, MixedPrecision, checkpoint
+from sharded_names import fully_shard
 
 STEPS, EVERY, CUT = 20, 5, 3
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import rank_matrix
 from gradscale.torch import GradScaler
@@ -25,6 +24,7 @@ from gradscale.torch.grads.dtensor import lay_out, local, local_grad, locals_of
 from gradscale.torch.optim import SGD, AdamW, Lion
 from gradscale.torch.optim.fused import FusedStep
 from ranks import everyone, on_ranks, run_check
+from sharded_names import Replicate, Shard, distribute_tensor
 from shared_models import OPTIMIZERS, batch, fsdp2, given, loss_of, mixed_placements
 
 pytest.importorskip("triton")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import MixedPrecision
@@ -23,6 +22,7 @@ from gradscale.torch.mixed_precision.masters import Masters
 from gradscale.torch.optim import SGD as OwnSGD
 from gradscale.torch.optim import master_bits
 from gradscale.torch.telemetry.names import bare
+from sharded_names import fully_shard
 
 torch.set_num_threads(1)
 HALVES = [torch.float16, torch.bfloat16]

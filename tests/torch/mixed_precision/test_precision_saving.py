@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +162,8 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(mode: str, make: Any) -> 
     hook = other.optimizers[0].register_load_state_dict_post_hook(fail)
     with pytest.raises(RuntimeError, match="planted") as raised:
         other.load_state_dict(saved)
-    assert any("nothing was loaded" in note for note in raised.value.__notes__)
+    if sys.version_info >= (3, 11):
+        assert any("nothing was loaded" in note for note in raised.value.__notes__)
     hook.remove()
     assert same(picture(other), before[0])
     assert (other.scaler.state_dict(), following.state_dict()) == before[1:]
