@@ -31,8 +31,16 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("explore")
 
 
+# What older versions of torch warn of in their own modules.
+OLD_WARNINGS = [
+    "ignore:.torch.cpu.amp.autocast.args.*:FutureWarning",  # torch 2.4: checkpoint()
+]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the examples of the profiles that are fixed the same in every run."""
+    for line in OLD_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
     if config.getoption("hypothesis_profile", None) in ("fixed", "mutants"):
         from hypothesis.internal.conjecture import providers
 

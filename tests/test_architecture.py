@@ -79,12 +79,13 @@ RULES = {
 # The folders of the PyTorch engine, lowest first: a row says what a folder or module may import of
 # the others. Above `compile` only, because the facade's methods refer to operators and handles.
 TORCH_RULES: dict[str, Set[str]] = {
+    "features": set(),
     "grads": set(),
     "saved_state": set(),
     "state": {"grads", "saved_state"},
-    "telemetry": {"grads"},
+    "telemetry": {"features", "grads"},
     "distributed": {"grads", "telemetry"},
-    "compile": {"grads", "telemetry"},
+    "compile": {"features", "grads", "telemetry"},
     "step": {"grads", "state", "distributed", "telemetry"},
     "torch_names": {"grads", "step"},
     "scaler": {
@@ -99,7 +100,7 @@ TORCH_RULES: dict[str, Set[str]] = {
     # torch's class of the same name is one of FSDP, and this one is a scaler.
     "distributed.fsdp_scaler": {"scaler", "distributed"},
     "distributed.join": {"step.contract", "distributed"},
-    "optim": {"grads", "step.contract", "compile.handles"},
+    "optim": {"features", "grads", "step.contract", "compile.handles"},
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
     "blocks": {"grads"},
     "checkpoint": {"scaler", "step"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ OPERATOR_TAGS: dict[str, Any] = (
 )
 """Keeps an operator that works on the host out of the CUDA graphs of torch.compile."""
 
+ADAM_TAKES_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+"""Whether Adam has the setting that makes it AdamW (torch 2.6)."""
+
 
 @functools.cache  # a process has the same one as long as it runs
 def accelerator() -> str | None:
     """The kind of accelerator that there is, None without one (`torch.accelerator`: torch 2.6)."""
     if not hasattr(torch, "accelerator"):
-        kinds = ("cuda", "xpu", "mps")
-        return next((kind for kind in kinds if getattr(torch, kind).is_available()), None)
+        there = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+        return next((kind for kind in there if there[kind].is_available()), None)
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type

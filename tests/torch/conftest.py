@@ -9,6 +9,22 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
+from gradscale.torch.grads import dispatch
+
+try:
+    import gradscale.torch.grads.triton  # noqa: F401
+except ImportError as error:
+    NO_KERNELS = str(error)
+
+    @pytest.fixture(autouse=True)
+    def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Skips a test where it would launch a kernel."""
+
+        def module(name: str) -> None:
+            pytest.skip(NO_KERNELS)
+
+        monkeypatch.setattr(dispatch, "module", module)
+
 
 @contextmanager
 def _no_sync() -> Iterator[None]:

@@ -188,7 +188,7 @@ def test_closure_that_overflows(kind: Kind, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "error"),
-    [(torch.float16, ValueError), (torch.bfloat16, None), (torch.complex64, NotImplementedError)],
+    [(torch.float16, ValueError), (torch.bfloat16, None), (torch.complex64, RuntimeError)],
 )
 def test_half_gradients(dtype: torch.dtype, error: type[Exception] | None) -> None:
     """bfloat16 is an error in torch on CUDA only."""
@@ -197,7 +197,10 @@ def test_half_gradients(dtype: torch.dtype, error: type[Exception] | None) -> No
         scaler, w = kind("cpu", init_scale=2.0**25), parameter(1.0, dtype)
         wide = w.to(torch.promote_types(dtype, torch.float32))
         scaler.scale((wide * 2.0**-11).sum().abs()).backward()
-        assert fails(lambda: scaler.unscale_(SGD([w], lr=1.0))) is failure  # noqa: B023
+        found = fails(lambda: scaler.unscale_(SGD([w], lr=1.0)))  # noqa: B023
+        if found is NotImplementedError:  # as it is from torch 2.? on, a RuntimeError before
+            found = RuntimeError
+        assert found is failure
         assert abs(w.grad.item()) == (2.0**14 if failure else 2.0**-11)
 
 
@@ -338,8 +341,11 @@ def test_unscaled_sum(kind: Kind, error: type[Exception] | None) -> None:
 @pytest.mark.parametrize("value", [NAN, INF, 0.0, -1.0])
 @pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor"])
 def test_validation_of_settings(name: str, value: float) -> None:
-    # torch's two rules: growth above 1, backoff below 1; a NaN breaks neither.
-    rule = {"growth_factor": value <= 1, "backoff_factor": value >= 1}.get(name, False)
+    # torch's two rules: growth above 1, backoff below 1; a NaN breaks neither (before 2.11: both).
+    growth, backoff = value <= 1, value >= 1
+    if torch.__version__ < (2, 11):
+        growth, backoff = not value > 1, not value < 1
+    rule = {"growth_factor": growth, "backoff_factor": backoff}.get(name, False)
     assert fails(lambda: TORCH("cpu", **{name: value})) is (AssertionError if rule else None)
     with pytest.raises(SettingError, match=rf"{name} must be .* got {value}"):
         OURS("cpu", **{name: value})

@@ -154,11 +154,11 @@ def _survey(values: Values, scale: Scale, max_norm: float | None) -> Measurement
 
 def _norm(values: Values, amax: Tensor, inverse: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
     """The 2-norm of `values` times `inverse`, and what clips it to `max_norm`."""
+    # An even power of two, whose root is exact; by its bits, because no other way surely is.
     if amax.dtype is torch.float64:
         power = -torch.frexp(amax).exponent.clamp(-1000, 1000) // 2 * 2
-        near = torch.ldexp(torch.ones_like(amax), power.to(torch.int32))
+        near = ((power.to(torch.int64) + 1023) << 52).view(torch.float64)
     else:
-        # An even power of two, whose root is exact; by its bits, because no other way surely is.
         power = torch.frexp(amax).exponent.clamp(-_FURTHEST, _FURTHEST) // 2 * -2
         near = ((power.to(torch.int32) + 127) << 23).view(torch.float32)
     shift = torch.where((amax > _LARGE) | (amax < _SMALL), near, torch.ones_like(near))

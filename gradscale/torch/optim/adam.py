@@ -10,12 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscale.torch.features import ADAM_TAKES_DECOUPLED
 from gradscale.torch.optim.batch import Group, KernelRule, Scaling, TensorLists
 from gradscale.torch.optim.fused import FusedStep, always_fused, steps_fused
 
+_DECOUPLED = "decoupled_weight_decay"
+
 
 class AdamRule:
-    """The rule of Adam and of AdamW, which differ in a setting of their groups."""
+    """The rule of Adam and of AdamW, which differ in a setting of their groups.
+
+    Args:
+        decoupled: The setting of a group that has none, as one that torch before 2.6 has saved.
+    """
+
+    def __init__(self, decoupled: bool = False) -> None:
+        self._decoupled = decoupled
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """Both averages; the largest second one, for torch's step alone; and the counter."""
@@ -26,14 +36,14 @@ class AdamRule:
         """Both averages."""
         beta1, beta2 = group["betas"]
         numbers = (*_numbers(beta1, beta2), float(group["eps"]))
-        return KernelRule("adam", 2, numbers, decoupled=group["decoupled_weight_decay"])
+        return KernelRule("adam", 2, numbers, decoupled=self._is_decoupled(group))
 
     def step(self, group: Group, lists: TensorLists, scaling: Scaling) -> None:
         """Takes the step by torch's fused operator, without torch's search for tensors."""
         averages, squares, *largest = lists.states
         beta1, beta2 = group["betas"]
         lr, device = group["lr"], lists.params[0].device
-        fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        fused = torch._fused_adamw_ if self._is_decoupled(group) else torch._fused_adam_
         # By a list: a number, or one tensor, takes four times as long on the CPU (torch 2.13).
         torch._foreach_add_(lists.steps, [torch.ones((), device=device)] * len(lists.steps))
         fused(
@@ -55,6 +65,10 @@ class AdamRule:
         )
         if scaling.skip is not None:
             torch._foreach_sub_(lists.steps, [scaling.skip] * len(lists.steps))
+
+    def _is_decoupled(self, group: Group) -> bool:
+        """Whether weight decay is, in the steps of `group`."""
+        return bool(group.get(_DECOUPLED, self._decoupled))
 
 
 @functools.lru_cache(maxsize=64)
@@ -91,8 +105,14 @@ class Adam(torch.optim.Adam):
     def __init__(
         self, *args: Any, master: str = "float32", unscale_grads: bool = False, **settings: Any
     ) -> None:
-        self._fused = FusedStep(AdamRule(), master, unscale_grads)
-        super().__init__(*args, **always_fused(type(self), settings))
+        decoupled = bool(settings.get(_DECOUPLED, False))
+        self._fused = FusedStep(AdamRule(decoupled), master, unscale_grads)
+        rest = always_fused(type(self), settings)
+        if not ADAM_TAKES_DECOUPLED:
+            rest.pop(_DECOUPLED, None)
+        super().__init__(*args, **rest)
+        for where in (self.defaults, *self.param_groups):
+            where.setdefault(_DECOUPLED, decoupled)
 
 
 @steps_fused
@@ -107,5 +127,5 @@ class AdamW(torch.optim.AdamW):
     def __init__(
         self, *args: Any, master: str = "float32", unscale_grads: bool = False, **settings: Any
     ) -> None:
-        self._fused = FusedStep(AdamRule(), master, unscale_grads)
+        self._fused = FusedStep(AdamRule(decoupled=True), master, unscale_grads)
         super().__init__(*args, **always_fused(type(self), settings))

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from gradscale.errors import SettingError, caller_level
 from gradscale.torch.compile.handles import OptimizerHandle
@@ -335,7 +335,9 @@ def steps_fused(kind: type[Kind]) -> type[Kind]:
         return {**super(kind, self).__getstate__(), "_fused": copy.copy(self._fused)}
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        super(kind, self).__setstate__(_counted(state) if issubclass(kind, Adam) else state)
+        super(kind, self).__setstate__(
+            _counted(state) if issubclass(kind, (Adam, AdamW)) else state
+        )
         self._fused.adapt(self)
         if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
             self._handle = OptimizerHandle(self)

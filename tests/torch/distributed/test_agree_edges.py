@@ -373,5 +373,5 @@ def test_ranks_stay_together(check: str, world: int, tmp_path: Path) -> None:
 
 
 def test_both_paths_learn_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.4")
     run_check(__file__, "paths", 2, tmp_path, TRITON_INTERPRET="1")

@@ -36,7 +36,6 @@ def test_a_path_is_left_where_its_block_ends() -> None:
 
 
 def test_a_table_is_kept_while_the_gradients_are_where_they_were() -> None:
-    pytest.importorskip("triton")
     params = [torch.ones(5, requires_grad=True), torch.ones(2, 3, requires_grad=True)]
     grads = [torch.ones(5), torch.ones(2, 3)]
     with kernels.use("triton"):

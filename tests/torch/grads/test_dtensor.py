@@ -27,7 +27,7 @@ from ranks import everyone, on_ranks, run_check
 from sharded_names import Replicate, Shard, distribute_tensor
 from shared_models import OPTIMIZERS, batch, fsdp2, given, loss_of, mixed_placements
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 
 
 def check_kernels() -> None:

@@ -127,7 +127,8 @@ def test_a_subclass_or_slow_growth_has_no_rule_in_kernels() -> None:
 
 
 def test_offsets_in_kernels_are_part_of_the_key_of_a_compiled_kernel() -> None:
-    language = pytest.importorskip("triton.language")
+    pytest.importorskip("triton", minversion="3.4")
+    language = importlib.import_module("triton.language")
     offsets = importlib.import_module("gradscale.torch.grads.triton.offsets")
     here, moved = offsets.Offsets(SUMMARY), offsets.Offsets(SUMMARY[::-1])
     # Triton's key has the text of every constexpr that a kernel refers to.

@@ -17,7 +17,6 @@ from gradscale.torch.grads import dispatch as kernels
 from gradscale.torch.optim import master_bits as masters
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-pytest.importorskip("triton")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16, torch.bfloat16]
 MODES = ["float32", "split"]

@@ -17,7 +17,6 @@ from gradscale.torch import GradScaler, optim
 from gradscale.torch.grads import dispatch as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-pytest.importorskip("triton")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

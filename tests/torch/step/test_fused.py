@@ -21,7 +21,6 @@ from gradscale.torch.step import fused
 from gradscale.torch.telemetry.outcome import StepOutcome
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-pytest.importorskip("triton")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES: list[Policy] = [
     Dynamic(init_scale=2.0**10, growth_interval=2, hysteresis=2),

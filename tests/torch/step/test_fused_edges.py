@@ -19,7 +19,6 @@ from gradscale.torch.grads import dispatch as kernels
 
 PATHS = ["reference", "triton"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-pytest.importorskip("triton")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

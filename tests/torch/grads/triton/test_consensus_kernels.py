@@ -13,7 +13,6 @@ from gradscale.torch.grads.fields import REPORT, SUMMARY, offset
 from gradscale.torch.grads.packed import LOSS_FLAG, LOSS_OFF, LOSS_RAW
 from rank_reports import ROWS, Rows, check_fold, check_norms
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 

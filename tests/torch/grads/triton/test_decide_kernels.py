@@ -25,7 +25,7 @@ from gradscale.torch.grads.fields import DECISION, RECORD, REPORT, SUMMARY, offs
 
 # numpy warns of overflows that are meant to happen in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 policy_kernel = importlib.import_module("policy_kernel")
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 KINDS = [packed.LOSS_OFF, packed.LOSS_FLAG, packed.LOSS_RAW]

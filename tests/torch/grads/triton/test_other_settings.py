@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 FILES = ["test_decide_kernels.py", "test_consensus_kernels.py"]

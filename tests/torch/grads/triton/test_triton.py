@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, AdamW
-from triton import knobs
 
 import kernel_tables
 from gradscale.torch import Culprit, GradScaler
@@ -31,7 +30,7 @@ from gradscale.torch.grads.scale import Scale
 
 # numpy warns of overflows that are meant to happen in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.4")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -280,6 +279,8 @@ def test_a_launch_goes_by_the_hooks_of_profilers_if_there_are_any() -> None:
     launch = kernels.module("launch").launcher(form, 3)
     launch(5, "a", "b")
     assert form.launches == [(3, 1, 1, 5, 7, (8,), None, None, None, "a", "b")]
+    from triton import knobs
+
     for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
         hooks.add(print)
         launch(5, "a", "b")
