@@ -31,15 +31,16 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("explore")
 
 
-# What older versions of torch warn of in their own modules.
-OLD_WARNINGS = [
+# What some versions warn of in their own modules.
+THEIR_WARNINGS = [
     "ignore:.torch.cpu.amp.autocast.args.*:FutureWarning",  # torch 2.4: checkpoint()
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",  # torch 2.15: compile()
 ]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the examples of the profiles that are fixed the same in every run."""
-    for line in OLD_WARNINGS:
+    for line in THEIR_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     if config.getoption("hypothesis_profile", None) in ("fixed", "mutants"):
         from hypothesis.internal.conjecture import providers

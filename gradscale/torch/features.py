@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,3 +26,9 @@ def accelerator() -> str | None:
         return next((kind for kind in there if there[kind].is_available()), None)
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
+
+
+def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`function`, which compilers do not trace; torch says why in a graph break from 2.7 on."""
+    says = "reason" in inspect.signature(torch.compiler.disable).parameters
+    return torch.compiler.disable(function, **({"reason": reason} if says else {}))

@@ -75,7 +75,7 @@ def apply(model: nn.Module, options: Options) -> None:
             put_around(model, CastForward(model.to(half), half, None, torch.float32))
         # Around it: batches of a class of the user's own, and outputs in another format.
         put_around(model, _forward(model, half, None, outputs))
-        model.register_state_dict_post_hook(_give_float32)
+        model._register_state_dict_hook(_give_float32)  # its public name is of torch 2.5
     elif options.patch_torch_functions:
         put_around(model, _forward(model, None, torch.float16, outputs or torch.float32))
     elif options.cast_model_type is torch.float32:

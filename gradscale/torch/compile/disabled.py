@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from gradscale.torch.features import untraced
 
 REASON = (
     "Of a GradScaler, scale() compiles, and apply() with the optimizers of gradscale.torch.optim "
@@ -19,5 +19,5 @@ def _call(scaler: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(scaler, name)(*args, **kwargs)
 
 
-call: Callable[..., Any] = torch.compiler.disable(_call, reason=REASON)
+call: Callable[..., Any] = untraced(_call, REASON)
 """Calls a method of a scaler by its name; the compiler does not trace it."""

@@ -96,7 +96,7 @@ def apply(
     zero_grad: bool,
 ) -> StepOutcome:
     """The outcome of the step; for `GradScaler.apply` in a compiled function."""
-    several = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    several = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     params = _params_of(several) if all(hasattr(one, "_handle") for one in several) else []
     numbers = all(type(limit) in (int, float, type(None)) for limit in (clip_norm, clip_value))
     plain = all(type(p) in (Tensor, Parameter) for p in params)

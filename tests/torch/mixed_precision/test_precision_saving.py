@@ -61,7 +61,7 @@ class Partly(nn.Module):
 
 TORCH: dict[str, Callable[..., optim.Optimizer]] = {
     "Adadelta": optim.Adadelta,
-    "Adafactor": optim.Adafactor,
+    **({"Adafactor": optim.Adafactor} if hasattr(optim, "Adafactor") else {}),  # torch 2.5
     "Adagrad": optim.Adagrad,
     "Adam": optim.Adam,
     "AdamW fused": lambda params, lr: optim.AdamW(params, lr=lr, fused=True),
