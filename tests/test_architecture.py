@@ -102,7 +102,7 @@ TORCH_RULES: dict[str, Set[str]] = {
     "distributed.join": {"step.contract", "distributed"},
     "optim": {"features", "grads", "step.contract", "compile.handles"},
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
-    "blocks": {"grads"},
+    "blocks": {"features", "grads"},
     "checkpoint": {"scaler", "step"},
 }
 

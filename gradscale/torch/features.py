@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
+COMPILES_OPERATORS = hasattr(torch.Tag, "cudagraph_unsafe")
+"""Whether an operator that works on the host can be kept out of the CUDA graphs of torch.compile,
+and may change lists of its arguments (torch 2.8)."""
 OPERATOR_TAGS: dict[str, Any] = (
-    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if COMPILES_OPERATORS else {}
 )
-"""Keeps an operator that works on the host out of the CUDA graphs of torch.compile."""
+"""Settings of such an operator."""
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Whether a gradient may have another format than its weight (torch 2.10)."""
 
 ADAM_TAKES_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 """Whether Adam has the setting that makes it AdamW (torch 2.6)."""
@@ -29,6 +35,6 @@ def accelerator() -> str | None:
 
 
 def untraced(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """`function`, which compilers do not trace; torch says why in a graph break from 2.7 on."""
+    """`function`, which compilers do not trace; torch says why in a graph break from 2.8 on."""
     says = "reason" in inspect.signature(torch.compiler.disable).parameters
     return torch.compiler.disable(function, **({"reason": reason} if says else {}))

@@ -19,6 +19,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import OUTSIDE, cross, lend
 from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
+from gradscale.torch.features import HAS_GRAD_DTYPE
 
 _marks = itertools.count()
 _EARLY = 16
@@ -38,6 +39,12 @@ class BlockHooks:
     def __init__(
         self, model: nn.Module, blocks: list[Block], every: int, ended: Callable[[Any], None]
     ) -> None:
+        if not HAS_GRAD_DTYPE and any(map(_is_half, _params_of(blocks))):
+            raise SettingError(
+                "BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch "
+                f"{torch.__version__} does not have. Use torch 2.11 or later, or float32 weights "
+                "with autocast."
+            )
         self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
         self.mark = next(_marks)
         self._num_updates = 0
@@ -193,11 +200,10 @@ class BlockHooks:
                     "with autocast, or fully_shard()."
                 )
 
-    def _widen(self, params: Iterable[Tensor | None]) -> None:
+    def _widen(self, params: Iterable[Any]) -> None:
         """Sets `grad_dtype` of float16 weights to float32."""
         for param in params:
-            half = param is not None and param.requires_grad and param.dtype is torch.float16
-            if param is not None and half and param.grad_dtype is not torch.float32:
+            if _is_half(param) and param.grad_dtype is not torch.float32:
                 param.grad_dtype = torch.float32
                 self._widened.append(param)
 
@@ -259,3 +265,13 @@ def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
             units.setdefault(unit, []).extend(names)
         waiting.extend((child, unit) for child in owner.children())
     return units
+
+
+def _is_half(param: Any) -> bool:
+    """Whether `param` is a float16 weight that gets a gradient."""
+    return param is not None and param.requires_grad and param.dtype is torch.float16
+
+
+def _params_of(blocks: list[Block]) -> Iterator[nn.Parameter]:
+    """The parameters of all modules of `blocks`."""
+    return (param for block in blocks for each in block.modules for param in each.parameters())

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from gradscale.torch.compile.graph_breaks import outside
 from gradscale.torch.compile.handles import find
-from gradscale.torch.features import OPERATOR_TAGS
+from gradscale.torch.features import COMPILES_OPERATORS, OPERATOR_TAGS
 from gradscale.torch.grads.scale import move, times
 from gradscale.torch.telemetry.blame import Blame
 from gradscale.torch.telemetry.outcome import StepOutcome
@@ -31,6 +31,8 @@ from gradscale.torch.telemetry.outcome import StepOutcome
 
 def scale(scaler: Any, loss: Tensor) -> Tensor:
     """`loss` times the scale of the iteration; for `GradScaler.scale` in a compiled function."""
+    if not COMPILES_OPERATORS:
+        return outside(scaler, "scale", loss)
     scaled: Tensor = torch.ops.gradscale.scale(loss, scaler._handle.order, scaler._handle.number)
     return scaled
 
@@ -99,7 +101,7 @@ def apply(
     several = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     params = _params_of(several) if all(hasattr(one, "_handle") for one in several) else []
     numbers = all(type(limit) in (int, float, type(None)) for limit in (clip_norm, clip_value))
-    plain = all(type(p) in (Tensor, Parameter) for p in params)
+    plain = all(type(p) in (Tensor, Parameter) for p in params) and COMPILES_OPERATORS
     if not params or not numbers or not plain or closure is not None or not zero_grad:
         limits = {"clip_norm": clip_norm, "clip_value": clip_value}
         rest = {"closure": closure, "zero_grad": zero_grad}

@@ -20,6 +20,7 @@ from gradscale import CallOrderError, SettingError
 from gradscale.torch import GradScaler
 from gradscale.torch.optim import Adam, AdamW
 
+pytest.importorskip("torch", "2.8", reason="compiles into one graph from torch 2.8 on")
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 NoSync = Callable[[], AbstractContextManager[None]]
 
