@@ -21,7 +21,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether a gradient may have another format than its weight (torch 2.10)."""
 
 ADAM_TAKES_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
-"""Whether Adam has the setting that makes it AdamW (torch 2.6)."""
+"""Whether Adam has the setting that makes it AdamW (torch 2.7)."""
 
 
 @functools.cache  # a process has the same one as long as it runs
@@ -30,7 +30,10 @@ def accelerator() -> str | None:
     if not hasattr(torch, "accelerator"):
         there = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
         return next((kind for kind in there if there[kind].is_available()), None)
-    found = torch.accelerator.current_accelerator()
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where there is none
+        return None
     return None if found is None else found.type
 
 

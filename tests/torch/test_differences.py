@@ -198,7 +198,7 @@ def test_half_gradients(dtype: torch.dtype, error: type[Exception] | None) -> No
         wide = w.to(torch.promote_types(dtype, torch.float32))
         scaler.scale((wide * 2.0**-11).sum().abs()).backward()
         found = fails(lambda: scaler.unscale_(SGD([w], lr=1.0)))  # noqa: B023
-        if found is NotImplementedError:  # as it is from torch 2.? on, a RuntimeError before
+        if found is NotImplementedError:  # a subclass: it was a RuntimeError in torch 2.4
             found = RuntimeError
         assert found is failure
         assert abs(w.grad.item()) == (2.0**14 if failure else 2.0**-11)
@@ -341,7 +341,7 @@ def test_unscaled_sum(kind: Kind, error: type[Exception] | None) -> None:
 @pytest.mark.parametrize("value", [NAN, INF, 0.0, -1.0])
 @pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor"])
 def test_validation_of_settings(name: str, value: float) -> None:
-    # torch's two rules: growth above 1, backoff below 1; a NaN breaks neither (before 2.11: both).
+    # torch's two rules: growth above 1, backoff below 1; a NaN breaks neither (up to 2.10: both).
     growth, backoff = value <= 1, value >= 1
     if torch.__version__ < (2, 11):
         growth, backoff = not value > 1, not value < 1

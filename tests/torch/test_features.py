@@ -18,7 +18,7 @@ from gradscale.torch.optim import Adam, AdamW, adam
 
 def test_features_are_those_of_this_torch() -> None:
     version = torch.__version__
-    assert (version >= (2, 6)) == features.ADAM_TAKES_DECOUPLED
+    assert (version >= (2, 7)) == features.ADAM_TAKES_DECOUPLED
     assert (version >= (2, 8)) == features.COMPILES_OPERATORS
     assert (version >= (2, 10)) == features.HAS_GRAD_DTYPE
 
@@ -87,7 +87,7 @@ def test_float16_blocks_are_refused_without_grad_dtype(monkeypatch: pytest.Monke
 def test_weight_decay_is_decoupled_where_torchs_adam_cannot(
     decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "decoupled_weight_decay"  # torch before 2.6 has no such setting
+    name = "decoupled_weight_decay"  # torch before 2.7 has no such setting
 
     def stepped(kind: type[torch.optim.Adam], **settings: Any) -> list[float]:
         w = nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -117,7 +117,7 @@ def test_old_triton_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
     import sys
 
-    triton = pytest.importorskip("triton")
+    triton = pytest.importorskip("triton", minversion="3.4")
     package = dispatch.importlib.import_module("gradscale.torch.grads.triton")
     monkeypatch.setitem(sys.modules, "triton.knobs", None)
     monkeypatch.delattr(triton, "knobs", raising=False)

@@ -71,7 +71,7 @@ def cast_all(value: Any, dtype: torch.dtype) -> Any:
 def _has_to(value: Any) -> bool:
     """Whether `value` is a tensor, a module, or of a class of the user's own that is cast."""
     # Those of torch by their classes: Dynamo cannot tell whether a method of theirs is callable.
-    return isinstance(value, Tensor | nn.Module) or callable(getattr(value, "to", None))
+    return isinstance(value, (Tensor, nn.Module)) or callable(getattr(value, "to", None))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -21,7 +21,7 @@ class AdamRule:
     """The rule of Adam and of AdamW, which differ in a setting of their groups.
 
     Args:
-        decoupled: The setting of a group that has none, as one that torch before 2.6 has saved.
+        decoupled: The setting of a group that has none, as one that torch before 2.7 has saved.
     """
 
     def __init__(self, decoupled: bool = False) -> None:
