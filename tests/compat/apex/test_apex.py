@@ -227,6 +227,7 @@ def test_forward_keeps_its_signature() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_compiled_model_is_cast(level: str) -> None:
+    pytest.importorskip("torch", "2.6", reason="Dynamo traces such casts from torch 2.6 on")
     model = initialized(level).eval()
     x = torch.randn(3, 4)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
