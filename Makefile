@@ -1,12 +1,14 @@
-# Needs python3 (3.11 or later), make and pip; every target makes its own .venv.
+# Needs python3 (3.10 or later), make and pip; every target makes its own .venv. The versions that
+# are pinned need 3.11.
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
-TORCH := $(shell grep '^torch==' constraints-dev.txt)
+PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
+COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
-.PHONY: demo test soak lint bench mutants clean
+.PHONY: demo test soak lint bench mutants compat clean
 
 demo: $(STAMP)
 	$(BIN)/gradscale demo
@@ -41,10 +43,24 @@ mutants: $(STAMP)
 # (as in our own extra) may bring gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -qq $(TORCH)
+	$(BIN)/pip install -qq $(PINNED_TORCH)
 	$(BIN)/pip install -qq -c constraints-dev.txt -e ".[torch,dev]"
 	touch $@
 
+# The suite with another torch, and another Python: make compat TORCH=2.6.0 PYTHON=python3.12
+# Nothing else is pinned, because no version of numpy, jax or Triton suits all of them; tests of what
+# cannot be had there are skipped. An environment takes 6 GB, most of it CUDA libraries. TESTS chooses
+# files. docs/versions.md has what was run.
+compat: $(COMPAT)/.installed
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(COMPAT)/bin/pytest -n 2 --dist worksteal \
+		--hypothesis-profile=fixed $(TESTS)
+
+$(COMPAT)/.installed: pyproject.toml
+	@test -n "$(TORCH)" || { echo "Say which torch: make compat TORCH=2.6.0"; exit 2; }
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,dev]"
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-compat-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find gradscale tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

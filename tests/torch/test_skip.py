@@ -159,7 +159,10 @@ def torch_forms() -> Iterator[tuple[Form, bool]]:
     """Every combination of class, mode and variant, and whether torch refuses it on the CPU."""
     for kind, variants in VARIANTS.items():
         pairs = itertools.product(modes_of(kind).items(), variants.items())
+        takes = inspect.signature(kind).parameters
         for (mode, chosen), (variant, extra) in pairs:
+            if not extra.keys() <= takes.keys():  # Adam has "decoupled" from torch 2.7 on
+                continue
             settings = {"lr": LR, **chosen, **extra}
             make = functools.partial(make_torch, kind, settings)
             form = Form("-".join(filter(None, (kind.__name__, mode, variant))), make)
@@ -179,7 +182,10 @@ def make_torch(kind: Any, settings: dict[str, Any], params: list[nn.Parameter]) 
 
 
 def adamw8bit(params: list[nn.Parameter]) -> optim.Optimizer:
-    optimizer = pytest.importorskip("torchao.optim").AdamW8bit(params, lr=LR)
+    try:
+        optimizer = pytest.importorskip("torchao.optim").AdamW8bit(params, lr=LR)
+    except AttributeError as error:  # formats that torch does not have
+        pytest.skip(f"torchao does not suit this torch: {error}")
     # It compiles its step, which is slow and needs a C++ compiler.
     optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
     return optimizer
@@ -377,7 +383,7 @@ def test_undone_step_keeps_the_tensors_themselves() -> None:
 
 
 def test_every_optimizer_of_torch_is_here() -> None:
-    classes = [getattr(optim, name) for name in optim.__all__]
+    classes = vars(optim).values()
     optimizers = {c for c in classes if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
     assert optimizers == VARIANTS.keys() | LEFT_OUT.keys()
     capable = {f.name.split("-")[0] for f in FORMS if "-fused-" in f.name}
