@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 # files. docs/versions.md has what was run.
 compat: $(COMPAT)/.installed
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(COMPAT)/bin/pytest -n 2 --dist worksteal \
-		--hypothesis-profile=fixed $(TESTS)
+		--hypothesis-profile=fixed --doctest-ignore-import-errors $(TESTS)
 
 $(COMPAT)/.installed: pyproject.toml
 	@test -n "$(TORCH)" || { echo "Say which torch: make compat TORCH=2.6.0"; exit 2; }

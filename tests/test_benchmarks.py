@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", "2.6", reason="the benchmarks use names of torch 2.6")
 
 import _rows  # noqa: E402
 import _shapes  # noqa: E402
