@@ -6,7 +6,9 @@ as Apex does, and so the host can keep them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,11 +23,27 @@ from gradscale.torch.grads.scale import Scale, constant
 from gradscale.torch.step.masters import fits_float32
 
 
+def _setting(name: str, doc: str) -> Any:
+    """A setting of a dynamic scale under Apex' name; a static one has none, and ignores it."""
+
+    def read(scaler: LossScaler) -> Any:
+        return getattr(scaler.policy, name, None)
+
+    def write(scaler: LossScaler, value: Any) -> None:
+        scaler._change(**{name: value})
+
+    return property(read, write, doc=doc)
+
+
 class LossScaler:
     """The scale of one loss, fixed or moving.
 
         scaler = LossScaler("dynamic")
-        scaler.loss_scale()     # 65536.0
+        scaler.loss_scale()             # 65536.0
+        scaler._loss_scale = 2.0**20    # the scale of the next backward pass
+
+    Scripts for Apex set attributes with an underscore: those below do what they do there. Others
+    are an AttributeError.
 
     Args:
         loss_scale: "dynamic", or the scale.
@@ -33,6 +51,8 @@ class LossScaler:
         scale_window: After how many finite passes in a row it grows.
         min_loss_scale: Its floor; None is gradscale's own, 2**-14.
     """
+
+    __slots__ = ("_has_overflow", "policy", "state")
 
     def __init__(
         self,
@@ -58,6 +78,45 @@ class LossScaler:
         else:
             self.policy = Static(init_scale=loss_scale, exact=False)  # type: ignore[arg-type]
         self.state: Any = self.policy.init()
+        self._has_overflow = False
+        """Whether the last pass overflowed; `update_scale` goes by it."""
+
+    _scale_seq_len = _setting("growth_interval", "After how many finite passes a scale grows.")
+    _min_loss_scale = _setting("min_scale", "The floor of a dynamic scale.")
+    _max_loss_scale = _setting("max_scale", "The ceiling of a dynamic scale.")
+
+    @property
+    def _loss_scale(self) -> float:
+        """The scale; can be set, and a bound that is in the way moves with it."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: Any) -> None:
+        scale = Static(init_scale=value, exact=False).init_scale  # or a SettingError
+        if isinstance(self.policy, Dynamic):
+            low, high = self.policy.min_scale, self.policy.max_scale
+            self._change(min_scale=min(low, scale), max_scale=max(high, scale))
+        self.state = self.state._replace(scale=scale)
+
+    @property
+    def _unskipped(self) -> int:
+        """How many finite passes there were in a row; can be set."""
+        return getattr(self.state, "good_steps", 0)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        if self.dynamic:
+            self.state = self.state._replace(good_steps=operator.index(value))
+
+    def _change(self, **settings: Any) -> None:
+        """Goes on with other settings, and the same state."""
+        if isinstance(self.policy, Dynamic):
+            low = settings.setdefault("min_scale", self.policy.min_scale)
+            if low is None:
+                settings["min_scale"] = low = MIN_SCALE
+            high = settings.setdefault("max_scale", self.policy.max_scale)
+            first = max(min(self.policy.init_scale, high), low)
+            self.policy = replace(self.policy, init_scale=first, **settings)
 
     @property
     def dynamic(self) -> bool:
@@ -75,11 +134,22 @@ class LossScaler:
 
     def update(self, finite: bool, fits: bool = True) -> None:
         """Moves the scale after a backward pass with gradients that were `finite`, or not."""
+        self._has_overflow = not finite
         self.state = self.policy.update(self.state, GradStats(finite=finite, fits=fits))
+
+    def clear_overflow_state(self) -> None:
+        """For loops that check gradients themselves: there was no overflow yet."""
+        self._has_overflow = False
+
+    def update_scale(self) -> bool:
+        """Moves a dynamic scale by `_has_overflow`, for such loops; whether to skip the step."""
+        skip = bool(self._has_overflow) and self.dynamic
+        self.update(finite=not self._has_overflow)
+        return skip
 
     def saved(self) -> dict[str, float | int]:
         """The scale and the count of finite passes, under Apex' keys."""
-        return {"loss_scale": self.loss_scale(), "unskipped": getattr(self.state, "good_steps", 0)}
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def check(self, name: str, scale: float) -> None:
         """A StateError if `scale` is none that float32 can hold."""
