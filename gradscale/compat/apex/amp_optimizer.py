@@ -125,6 +125,7 @@ class AmpOptimizer:
 
     def prepare(self, scaler: LossScaler, scale: float) -> None:
         """Sets gradients of earlier passes aside, for a pass with this `scale`."""
+        self.idle = False  # a script may set the scale of a run that began without one
         if self.pending is not None:
             if self.pending == (scaler, scale):
                 return

@@ -7,8 +7,8 @@ as Apex does, and so the host can keep them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,22 +17,28 @@ from torch import Tensor
 from gradscale.errors import StateError
 from gradscale.formats import FLOAT32
 from gradscale.policy import MIN_SCALE, Dynamic, GradStats, Static
+from gradscale.policy.settings import as_count, as_scale
 from gradscale.torch.grads import backend
 from gradscale.torch.grads.collect import Gradients
 from gradscale.torch.grads.scale import Scale, constant
 from gradscale.torch.step.masters import fits_float32
 
 
-def _setting(name: str, doc: str) -> Any:
+def _setting(name: str, ours: str, read: Callable[[str, Any], Any], doc: str) -> Any:
     """A setting of a dynamic scale under Apex' name; a static one has none, and ignores it."""
 
-    def read(scaler: LossScaler) -> Any:
-        return getattr(scaler.policy, name, None)
+    def get(scaler: LossScaler) -> Any:
+        return getattr(scaler.policy, ours, None)
 
-    def write(scaler: LossScaler, value: Any) -> None:
-        scaler._change(**{name: value})
+    def change(scaler: LossScaler, value: Any) -> None:
+        scaler._change(ours, read(name, value))
 
-    return property(read, write, doc=doc)
+    return property(get, change, doc=doc)
+
+
+def _bound(name: str, value: Any) -> float:
+    """A bound of the scale; None is gradscale's own floor."""
+    return MIN_SCALE if value is None else as_scale(name, value, exact=False)
 
 
 class LossScaler:
@@ -81,22 +87,20 @@ class LossScaler:
         self._has_overflow = False
         """Whether the last pass overflowed; `update_scale` goes by it."""
 
-    _scale_seq_len = _setting("growth_interval", "After how many finite passes a scale grows.")
-    _min_loss_scale = _setting("min_scale", "The floor of a dynamic scale.")
-    _max_loss_scale = _setting("max_scale", "The ceiling of a dynamic scale.")
+    _scale_seq_len = _setting(
+        "_scale_seq_len", "growth_interval", as_count, "After how many finite passes it grows."
+    )
+    _min_loss_scale = _setting("_min_loss_scale", "min_scale", _bound, "The floor.")
+    _max_loss_scale = _setting("_max_loss_scale", "max_scale", _bound, "The ceiling.")
 
     @property
     def _loss_scale(self) -> float:
-        """The scale; can be set, and a bound that is in the way moves with it."""
+        """The scale; can be set, also beyond its bounds, which hold when it moves."""
         return self.loss_scale()
 
     @_loss_scale.setter
     def _loss_scale(self, value: Any) -> None:
-        scale = Static(init_scale=value, exact=False).init_scale  # or a SettingError
-        if isinstance(self.policy, Dynamic):
-            low, high = self.policy.min_scale, self.policy.max_scale
-            self._change(min_scale=min(low, scale), max_scale=max(high, scale))
-        self.state = self.state._replace(scale=scale)
+        self.state = self.state._replace(scale=as_scale("_loss_scale", value, exact=False))
 
     @property
     def _unskipped(self) -> int:
@@ -108,15 +112,13 @@ class LossScaler:
         if self.dynamic:
             self.state = self.state._replace(good_steps=operator.index(value))
 
-    def _change(self, **settings: Any) -> None:
-        """Goes on with other settings, and the same state."""
+    def _change(self, name: str, value: Any) -> None:
+        """Goes on with another setting, and the same state; a static scale has none."""
         if isinstance(self.policy, Dynamic):
-            low = settings.setdefault("min_scale", self.policy.min_scale)
-            if low is None:
-                settings["min_scale"] = low = MIN_SCALE
-            high = settings.setdefault("max_scale", self.policy.max_scale)
-            first = max(min(self.policy.init_scale, high), low)
-            self.policy = replace(self.policy, init_scale=first, **settings)
+            settings = asdict(self.policy) | {name: value}
+            low, high = settings["min_scale"], settings["max_scale"]
+            settings["init_scale"] = max(min(settings["init_scale"], high), low)
+            self.policy = Dynamic(**settings)
 
     @property
     def dynamic(self) -> bool:
