@@ -24,7 +24,6 @@ from gradscale.compat.apex import models as casts
 from gradscale.compat.apex.amp_optimizer import AmpOptimizer, amp_optimizer, scaled_pass
 from gradscale.compat.apex.cast_mode import CastMode
 from gradscale.compat.apex.functions import (
-    REGISTRY,
     float_function,
     half_function,
     promote_function,
@@ -123,7 +122,6 @@ def initialize(
     for optimizer in several:
         _take_over(optimizer, options)
     SESSION.begin(options, scalers)
-    REGISTRY.restore()
     if options.patch_torch_functions:
         AmpHandle(scale).activate()
     return models if optimizers is None else (models, optimizers)
@@ -154,7 +152,7 @@ def init(
             error.
     """
     if not enabled:
-        vars(SESSION).pop("handle", None)
+        SESSION.drop_handle()
         return NoOpHandle()
     handle = AmpHandle(loss_scale, enable_caching, verbose)
     handle.activate(CastMode(handle, allow_banned))

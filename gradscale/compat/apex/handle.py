@@ -86,9 +86,7 @@ class AmpHandle:
 
     def activate(self, casts: CastMode | None = None) -> None:
         """Has registered and decorated functions cast from here on, and torch's by `casts`."""
-        before = getattr(SESSION, "handle", None)
-        if before is not None:
-            before._deactivate()
+        SESSION.drop_handle()
         SESSION.handle = self
         REGISTRY.apply()
         self._casts = casts

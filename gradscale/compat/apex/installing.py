@@ -83,9 +83,7 @@ def uninstall() -> None:
 
     What was imported from it stays usable.
     """
-    if hasattr(SESSION, "handle"):
-        SESSION.handle._deactivate()
-        del SESSION.handle
+    SESSION.drop_handle()
     REGISTRY.forget()
     if is_ours(sys.modules.get("apex")):
         for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:

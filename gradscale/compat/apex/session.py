@@ -47,7 +47,13 @@ class Session:
         """Starts anew; no functions are cast until there is another handle."""
         self.opt_properties = options
         self.loss_scalers = scalers
-        vars(self).pop("handle", None)
+        self.drop_handle()
+
+    def drop_handle(self) -> None:
+        """Ends the casts of the handle, if there is one."""
+        handle = vars(self).pop("handle", None)
+        if handle is not None:
+            handle._deactivate()
 
     def demand(self, name: str) -> None:
         """A CallOrderError if `amp.initialize` was not called yet."""
