@@ -18,22 +18,19 @@ from torch.utils._pytree import tree_leaves
 from gradscale.compat.apex.functions import cast_all
 from gradscale.compat.apex.session import no_autocast
 
-_METHODS = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum "
-    "dist norm prod std sum var renorm"
-).split()
-_FLOAT = frozenset(
-    [
-        *_METHODS,
-        *"__pow__ __rpow__ __ipow__ cpu interpolate grid_sample softplus softmin".split(),
-        *"log_softmax softmax gelu layer_norm group_norm local_response_norm normalize".split(),
-        *"cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy kl_div".split(),
-        *"hinge_embedding_loss l1_loss mse_loss margin_ranking_loss multi_margin_loss".split(),
-        *"multilabel_margin_loss multilabel_soft_margin_loss nll_loss smooth_l1_loss".split(),
-        *"soft_margin_loss triplet_margin_loss ctc_loss binary_cross_entropy".split(),
-        *"binary_cross_entropy_with_logits".split(),
-    ]
-)
+_METHODS = """
+acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow
+cumprod cumsum dist norm prod std sum var renorm
+""".split()
+_FUNCTIONS = """
+softmin softmax log_softmax softplus gelu interpolate grid_sample
+layer_norm group_norm local_response_norm normalize cosine_similarity
+binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss
+hinge_embedding_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss nll_loss
+multilabel_margin_loss multilabel_soft_margin_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+triplet_margin_loss
+""".split()
+_FLOAT = frozenset((*_METHODS, *_FUNCTIONS, "__pow__", "__rpow__", "__ipow__", "cpu"))
 """What is computed in float32."""
 _IN_PLACE = frozenset(f"{name}_" for name in _METHODS)
 """What cannot be, because its result belongs in a float16 tensor."""

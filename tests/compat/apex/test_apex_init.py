@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,7 +55,7 @@ def self_attention(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    sequence = nn.utils.rnn.pack_padded_sequence(x.view(4, 2, 2), torch.tensor([4, 3]))
+    sequence = nn.utils.rnn.pack_padded_sequence(x.view(4, 2, 2), [4, 3])
     output: Tensor = nn.RNN(2, 3)(sequence)[0].data
     return output
 
@@ -101,6 +102,22 @@ def test_function_computes_in_its_format(name: str, dtype: torch.dtype) -> None:
     y.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype is dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("name", CASTS)
+def test_function_computes_in_its_format_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    function, want = CASTS[name]
+    amp.init()
+    with torch.device("cuda"):
+        here: Any = copy.deepcopy(function).cuda() if isinstance(function, nn.Module) else function
+        x = x_of(dtype)
+        y = here(x)
+        y.float().sum().backward()
+    assert y.dtype is (want or dtype)
+    assert x.grad is not None
+    assert (x.grad.dtype, x.grad.device.type) == (dtype, "cuda")
 
 
 @pytest.mark.parametrize("other", INPUTS)

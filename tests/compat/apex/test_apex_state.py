@@ -77,6 +77,39 @@ def test_options_are_there_by_name() -> None:
     assert STATE.opt_properties.options["loss_scale"] == 1.0
 
 
+class Probe(nn.Module):
+    """A layer that notes the format of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        self.seen = y.dtype
+        return y
+
+
+def test_deactivated_handle_ends_the_casts_of_models() -> None:
+    model = Probe()
+    amp.initialize(model, opt_level="O1")
+    doubled = amp.half_function(lambda x: x * 2)
+    x = torch.ones(1, 2)
+    model(x)
+    assert (model.seen, doubled(x).dtype) == (torch.float16, torch.float16)
+    STATE.handle._clear_cache()
+    STATE.handle._deactivate()
+    model(x)
+    assert (model.seen, doubled(x).dtype) == (torch.float32, torch.float32)
+    amp.initialize(Probe(), opt_level="O1")
+    model(x)
+    assert (model.seen, doubled(x).dtype) == (torch.float16, torch.float16)
+    amp.initialize(Probe(), opt_level="O0")
+    model(x)
+    assert (model.seen, doubled(x).dtype) == (torch.float16, torch.float32)
+
+
 # The scale.
 
 
