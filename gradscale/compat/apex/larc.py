@@ -147,8 +147,7 @@ class LARC(Optimizer):
         """`closure`, whose gradients are scaled each time."""
 
         def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
+            loss = closure()
             self._adapt(decays)
             return loss
 

@@ -159,6 +159,7 @@ def test_banned_function_is_refused_unless_it_is_allowed(function: Any) -> None:
 
 def test_casts_end_with_the_handle() -> None:
     module: Any = types.SimpleNamespace(function=lambda x: x.dtype)
+    original = module.function
     amp.register_half_function(module, "function")
     decorated = amp.half_function(lambda x: x.dtype)
     x = torch.ones(4, 4)
@@ -173,6 +174,7 @@ def test_casts_end_with_the_handle() -> None:
     assert handle.is_active()
     handle._deactivate()
     assert not handle.is_active()
+    assert module.function is original
     assert (linear(x).dtype, module.function(x), decorated(x)) == (FLOAT, FLOAT, FLOAT)
     assert x.half().sum().dtype is HALF
 

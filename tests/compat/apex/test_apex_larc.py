@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -179,6 +180,25 @@ def test_it_is_the_optimizer_inside() -> None:
     fresh.load_state_dict(saved)
     assert same(fresh.optim.state_dict(), saved)
     assert "trust_coefficient=0.001" in repr(optimizer)
+
+
+def test_hooks_are_called_once() -> None:
+    optimizer = LARC(torch.optim.SGD([weight(1.0, grad=[1.0])], lr=0.5))
+    called: list[str] = []
+    for name in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            hook = functools.partial(lambda label, *_: called.append(label), f"{name} {when}")
+            getattr(optimizer, f"register_{name}_{when}_hook")(hook)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == [
+        "step pre",
+        "step post",
+        "state_dict pre",
+        "state_dict post",
+        "load_state_dict pre",
+        "load_state_dict post",
+    ]
 
 
 def test_copies_are_whole() -> None:

@@ -108,6 +108,9 @@ def test_deactivated_handle_ends_the_casts_of_models() -> None:
     amp.initialize(Probe(), opt_level="O0")
     model(x)
     assert (model.seen, doubled(x).dtype) == (torch.float16, torch.float32)
+    with amp.disable_casts():
+        model(x)
+    assert model.seen is torch.float32
 
 
 # The scale.
@@ -133,6 +136,7 @@ def test_overflow_at_a_scale_that_was_set_is_skipped(level: str) -> None:
         scaled.backward()
         model.weight.grad[0, 0] = float("inf")
     optimizer.step()
+    assert STATE.loss_scalers[0]._has_overflow
     assert model.weight.tolist() == [[1.0, 2.0]]
     moved = 2.0**19 if level in ("O1", "O2") else 2.0**20
     assert STATE.loss_scalers[0].loss_scale() == moved
@@ -193,10 +197,14 @@ def test_bounds_that_are_set_are_the_bounds() -> None:
         scaler.update(finite=False)
     assert scaler.loss_scale() == 4.0
     scaler._min_loss_scale = None
+    assert scaler._min_loss_scale == 2.0**-14
     scaler.update(finite=False)
     assert scaler.loss_scale() == 2.0
     with pytest.raises(SettingError, match="_scale_seq_len must be a whole number"):
         scaler._scale_seq_len = 0
+    above = LossScaler("dynamic")
+    above._max_loss_scale = 8.0
+    assert (above.loss_scale(), above._max_loss_scale) == (2.0**16, 8.0)
 
 
 def test_static_scale_has_no_window() -> None:
