@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 import gradscale
+from gradscale.cli import commands
 from gradscale.cli import info as facts
 from gradscale.cli.commands import app
 
@@ -86,7 +88,16 @@ def test_version_is_printed_without_a_command() -> None:
 # info
 
 
-def test_info_tells_versions_path_and_what_is_missing() -> None:
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """The real report, found out once: it takes a process for each framework."""
+    return facts.gather()
+
+
+def test_info_tells_versions_path_and_what_is_missing(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "gather", lambda: report)
     result = invoke("info", columns=120)
     assert result.exit_code == 0, result.output
     assert f"gradscale {gradscale.__version__}" in result.output
@@ -94,7 +105,10 @@ def test_info_tells_versions_path_and_what_is_missing() -> None:
         assert word in result.output
 
 
-def test_info_as_json_holds_the_same() -> None:
+def test_info_as_json_holds_the_same(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "gather", lambda: report)
     result = invoke("info", "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.output)

@@ -202,12 +202,18 @@ def test_a_class_that_is_derived_inside_is_one_of_ours(written: Any) -> None:
 
 
 def test_blocks_nest_and_an_exception_ends_them() -> None:
+    def fail(wanted: dict[str, Any]) -> None:
+        with replace():
+            assert {place: named(place) for place in NAMES} == wanted
+            raise KeyError
+
     with replace():
         inside = {place: named(place) for place in NAMES}
-        with pytest.raises(KeyError), replace():
-            assert {place: named(place) for place in NAMES} == inside
-            raise KeyError
+        with pytest.raises(KeyError):
+            fail(inside)
         assert {place: named(place) for place in NAMES} == inside
+    with pytest.raises(KeyError):
+        fail(inside)
     assert torch.amp.GradScaler is TORCHS["torch.amp.GradScaler"]
 
     @replace()
