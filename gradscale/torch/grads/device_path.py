@@ -118,6 +118,8 @@ def run_kernel(device: torch.device, where: str, formats: Sequence[torch.dtype])
         probe = importlib.import_module("gradscale.torch.grads.triton.probe")
         where = f"{where}, Triton {probe.VERSION}"
         wrong = probe.fault(device, formats)
+    except torch.cuda.OutOfMemoryError:  # says nothing about kernels, and the step has no memory
+        raise
     except Exception as error:  # of the import, the compiler, ptxas, the C compiler, the driver
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return DevicePath(False, f"a kernel fails ({where}): {text:.300}")

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -55,6 +56,21 @@ def test_a_kernel_that_is_right_in_every_format_is_used() -> None:
     assert "the interpreter, Triton" in found.why
 
 
+def test_a_compiler_that_warns_and_prints_has_not_failed(
+    kernel: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault(run: Any, number: int, tensors: Any) -> None:
+        warnings.warn("a default will change", stacklevel=1)
+        print("a thousand lines")
+        run()
+
+    kernel(fault)
+    with pytest.warns(UserWarning, match="a default will change"):
+        found = device_path.run_kernel(CPU, "here", FLOAT32)
+    assert found.kernels, found.why
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("launch", [1, 2], ids=["compiling", "launching what is compiled"])
 def test_a_kernel_that_raises_is_not_used(kernel: Any, launch: int) -> None:
     def fault(run: Any, number: int, tensors: Any) -> None:
@@ -69,6 +85,15 @@ def test_a_kernel_that_raises_is_not_used(kernel: Any, launch: int) -> None:
     assert "RuntimeError: PTXAS error: Feature '.acq_rel' requires .target sm_70" in found.why
     assert len(found.why) < 400
     assert "\n" not in found.why
+
+
+def test_too_little_memory_for_the_kernel_is_the_callers_error(kernel: Any) -> None:
+    def fault(run: Any, number: int, tensors: Any) -> None:
+        raise torch.cuda.OutOfMemoryError
+
+    kernel(fault)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        device_path.run_kernel(CPU, "here", FLOAT32)
 
 
 def change_a_gradient(tensors: Any) -> None:
@@ -238,6 +263,18 @@ def test_no_kernel_is_run_in_a_capture_and_nothing_is_kept(
     monkeypatch.setattr(device_path, "capturing", lambda: True)
     assert dispatch.uses_triton(CUDA)
     assert len(stub.runs) == 1
+
+
+def test_too_little_memory_decides_nothing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: Any) -> DevicePath:
+        raise torch.cuda.OutOfMemoryError
+
+    with monkeypatch.context() as patches:
+        patches.setattr(device_path, "run_kernel", run)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            dispatch.uses_triton(CUDA)
+        assert (device_path.known, stub.sync_mode) == ({}, 2)
+    assert dispatch.uses_triton(CUDA)
 
 
 # On a real GPU.
