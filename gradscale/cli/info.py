@@ -32,6 +32,9 @@ EXTRAS = {
 TIMEOUT = 120.0
 """Seconds that the import of one framework may take."""
 
+# A folder of that name in the current directory is not the framework. (`python -P`, from 3.11 on.)
+SAFE_PATH = "import sys; sys.path = [place for place in sys.path if place]\n"
+
 PROBE = """
 import importlib, json, sys
 module = importlib.import_module(sys.argv[1])
@@ -117,8 +120,7 @@ class Run(NamedTuple):
 
 def run(program: str, argument: str, what: str) -> Run:
     """Runs a Python program with one argument; `what` it does is for the error."""
-    # -P: a folder of that name in the current directory is not the framework.
-    command = [sys.executable, "-P", "-c", program, argument]
+    command = [sys.executable, "-c", SAFE_PATH + program, argument]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:

@@ -243,6 +243,15 @@ def test_framework_that_talks_is_understood(
     assert facts.look("brokenframework") == facts.Package("brokenframework", "1.2")
 
 
+def test_the_current_directory_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "wave.py").write_text("raise OSError")
+    monkeypatch.chdir(tmp_path)
+    assert facts.look("wave") == facts.Package("wave", "unknown")
+
+
 def test_absent_framework_comes_with_a_remedy() -> None:
     assert facts.look("noframework").remedy == "pip install noframework"
     assert facts.Package("torch").remedy == 'pip install "gradscale[torch]"'

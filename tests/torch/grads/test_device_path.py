@@ -50,6 +50,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], N
 
 def test_a_kernel_that_is_right_in_every_format_is_used() -> None:
     pytest.importorskip("triton")
+    assert dispatch.module("probe").VERSION
     found = device_path.run_kernel(CPU, "the interpreter", dispatch.DTYPES)
     assert found.kernels, found.why
     assert found.name == "triton"
