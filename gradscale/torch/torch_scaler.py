@@ -34,10 +34,10 @@ def from_torch(cls: type[Scaler], scaler: torch.amp.GradScaler) -> Scaler:
             scale that ours cannot have.
         CallOrderError: `scaler` has unscaled or stepped since its last `update()`.
     """
-    if isinstance(scaler, cls):
-        return copy.copy(scaler)
     kind = type(scaler)
-    if not isinstance(scaler, torch.amp.GradScaler) or kind.__module__ not in _MODULES:
+    if kind.__module__ not in _MODULES:
+        if isinstance(scaler, cls):
+            return copy.copy(scaler)
         raise SettingError(
             "from_torch() takes a scaler of one of torch's classes, which this one is not: "
             f"{kind.__module__}.{kind.__qualname__}. What such a class does itself cannot be taken "

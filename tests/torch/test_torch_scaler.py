@@ -183,7 +183,8 @@ def test_inside_replace_it_takes_either() -> None:
     theirs = torch.amp.GradScaler("cpu", **SETTINGS)
     with replace():
         assert type(GradScaler.from_torch(theirs)) is GradScaler
-        replaced = torch.amp.GradScaler("cpu", **SETTINGS)
+        replaced = torch.amp.GradScaler(device="cpu", **SETTINGS)
+        assert isinstance(replaced.from_torch(theirs), GradScaler)
         assert settings_of(GradScaler.from_torch(replaced)) == settings_of(theirs)
 
 
