@@ -1,0 +1,424 @@
+"""Accelerate with our scaler: the same to the bit as a loop written by hand, skipped or not."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, GradScalerKwargs
+from torch import Tensor, nn, optim
+
+import gradscale as gs
+from gradscale.errors import SettingError
+from gradscale.plugins.accelerate import use_gradscale
+from gradscale.torch import GradScaler
+from ranks import everyone, on_ranks, run_check
+
+STEPS, BAD = 8, 4
+"""Batches, and the one whose gradients overflow."""
+HUGE = 2.0**30
+"""What makes gradients overflow in float16, and the loss not in float32."""
+
+
+def reset() -> None:
+    """Accelerate keeps its state in the classes."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches() -> list[Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 4, generator=made) for _ in range(STEPS)]
+
+
+def loss_of(outputs: Tensor, batch: Tensor, number: int) -> Tensor:
+    loss = (outputs.float() - batch.sum(dim=1, keepdim=True)).square().mean()
+    return loss * (HUGE if number == BAD else 1.0)
+
+
+def optimizer_of(model: nn.Module, kind: str) -> optim.Optimizer:
+    if kind == "lbfgs":
+        return optim.LBFGS(model.parameters(), max_iter=3)
+    return optim.AdamW(model.parameters(), lr=0.05, **{kind: True})
+
+
+def decay(optimizer: Any) -> Any:
+    return optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def clip(how: str, params: Any, norm: Any, value: Any) -> None:
+    if how == "norm":
+        norm(params, 0.1)
+    elif how == "value":
+        value(params, 0.01)
+
+
+class Run:
+    """A training with Accelerate, ready to go on."""
+
+    def __init__(
+        self,
+        kind: str = "fused",
+        precision: str = "fp16",
+        accumulate: int = 1,
+        late: bool = False,
+        device: str = "cpu",
+        **settings: Any,
+    ) -> None:
+        reset()
+        self.accelerator = Accelerator(
+            cpu=device == "cpu",
+            mixed_precision=precision,
+            gradient_accumulation_steps=accumulate,
+        )
+        settings = {"init_scale": 2.0**10, "growth_interval": 3, **settings}
+        if not late:
+            self.scaler = use_gradscale(self.accelerator, **settings)
+        model = net()
+        optimizer = optimizer_of(model, kind)
+        parts = self.accelerator.prepare(model, optimizer, decay(optimizer))
+        self.model, self.optimizer, self.scheduler = parts
+        if late:
+            self.scaler = use_gradscale(self.accelerator, **settings)
+        self.own_autocast = precision == "no"
+        self.skipped: list[int] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if not self.own_autocast:
+            return self.model(batch)
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.model(batch)
+
+    def step(self, number: int, batch: Tensor, clips: str = "") -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(loss_of(self.forward(batch), batch, number))
+            if self.accelerator.sync_gradients:
+                ours = self.accelerator
+                clip(clips, self.model.parameters(), ours.clip_grad_norm_, ours.clip_grad_value_)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        if self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped:
+            self.skipped.append(number)
+
+    def state(self) -> list[Any]:
+        """All that a step can move."""
+        inner = self.optimizer.optimizer
+        return [
+            *(p.detach().clone() for p in self.model.parameters()),
+            copy.deepcopy(inner.state_dict()),
+            copy.deepcopy(self.scheduler.state_dict()),
+        ]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal to the bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def by_hand(kind: str, accumulate: int, clips: str) -> list[Any]:
+    """The same training in a loop with our scaler; its state, the scaler's, and the skips."""
+    model = net()
+    optimizer = optimizer_of(model, kind)
+    scheduler = decay(optimizer)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    skipped = []
+    for number, batch in enumerate(batches()):
+        with torch.autocast("cpu", dtype=torch.float16):
+            outputs = model(batch)
+        scaler.scale(loss_of(outputs, batch, number) / accumulate).backward()
+        if (number + 1) % accumulate:
+            continue
+        if clips:
+            scaler.unscale_(optimizer)
+            clip(clips, model.parameters(), nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_)
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.outcome().applied:
+            scheduler.step()
+        else:
+            skipped.append(number)
+        optimizer.zero_grad()
+    state = [*model.parameters(), optimizer.state_dict(), scheduler.state_dict()]
+    return [*state, scaler.state_dict(), skipped]
+
+
+CASES = [
+    # optimizer, precision, batches a step, clipping, whether prepare() comes first
+    ("fused", "fp16", 1, "", False),
+    ("fused", "fp16", 2, "norm", True),
+    ("fused", "no", 1, "value", False),
+    ("fused", "no", 2, "", True),
+    ("foreach", "fp16", 1, "value", True),
+    ("foreach", "fp16", 2, "", False),
+    ("foreach", "no", 1, "norm", True),
+    ("foreach", "no", 2, "norm", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "precision", "accumulate", "clips", "late"), CASES)
+def test_training_equals_a_loop_by_hand(
+    kind: str, precision: str, accumulate: int, clips: str, late: bool
+) -> None:
+    run = Run(kind, precision, accumulate, late)
+    for number, batch in enumerate(batches()):
+        run.step(number, batch, clips)
+    wanted = by_hand(kind, accumulate, clips)
+    assert same([*run.state(), run.scaler.state_dict(), run.skipped], wanted)
+    assert len(run.skipped) == 1  # the planted one
+    assert run.scheduler.scheduler.last_epoch == STEPS // accumulate - 1
+    other = by_hand(kind, accumulate, "norm" if clips != "norm" else "value")
+    assert not same(wanted, other)  # so clipping does something, and the comparison can fail
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_skipped_step_moves_nothing(kind: str) -> None:
+    run = Run(kind)
+    assert not run.optimizer.step_was_skipped  # before the first
+    data = batches()
+    for number in range(BAD):
+        run.step(number, data[number])
+    before = run.state()
+    run.step(BAD, data[BAD], "norm")
+    assert run.optimizer.step_was_skipped is True
+    assert run.accelerator.optimizer_step_was_skipped
+    assert same(run.state(), before)
+    run.step(BAD + 1, data[BAD + 1], "norm")
+    assert run.optimizer.step_was_skipped is False
+    assert not same(run.state(), before)
+
+
+def test_step_that_is_undone_after_it_was_called_was_skipped() -> None:
+    run = Run("lbfgs")
+    batch, numbers = batches()[0], iter((0, BAD, 0, 0))
+
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model(batch), batch, next(numbers))
+        run.accelerator.backward(loss)
+        return loss
+
+    before = run.state()
+    run.optimizer.step(closure)
+    run.scheduler.step()
+    # Accelerate's guess, which every fused optimizer on a GPU leads to as well.
+    assert AcceleratedOptimizer.step_was_skipped.fget(run.optimizer) is False
+    assert run.optimizer.step_was_skipped is True
+    after = run.state()
+    assert same(after[:4], before[:4])
+    assert after[-1] == before[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clips", ["", "norm", "value"])
+def test_skip_of_a_fused_optimizer_on_a_gpu_is_seen(clips: str) -> None:
+    run = Run("fused", device="cuda")
+    for number in (0, BAD):
+        before = run.state()
+        run.step(number, batches()[number].cuda(), clips)
+    assert AcceleratedOptimizer.step_was_skipped.fget(run.optimizer) is False
+    assert run.skipped == [BAD]
+    assert same(run.state(), before)
+
+
+def test_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"init_scale": 2.0**16, "growth_interval": 2000}
+    policy = {**settings, "policy": gs.Headroom(memory=3)}
+    whole = Run(**policy)
+    for number, batch in enumerate(batches()):
+        if number == BAD + 1:
+            whole.accelerator.save_state(str(tmp_path))
+        whole.step(number, batch, "norm")
+    for late in (False, True):
+        resumed = Run(late=late, **policy)
+        resumed.accelerator.load_state(str(tmp_path))
+        assert resumed.scaler.state_dict() != whole.scaler.state_dict()
+        for number in range(BAD + 1, STEPS):
+            resumed.step(number, batches()[number], "norm")
+        assert same(resumed.state(), whole.state())
+        assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+
+
+def two_optimizers(accelerator: Accelerator) -> tuple[Any, Any, list[Any]]:
+    """A model, prepared, with an optimizer for each of its layers."""
+    model = net()
+    several = [optim.SGD(model[place].parameters(), lr=0.1, momentum=0.9) for place in (0, 2)]
+    model, *optimizers = accelerator.prepare(model, *several)
+    return model, several, optimizers
+
+
+def test_optimizers_of_one_backward_pass_are_one_step_of_the_scale() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    scaler = use_gradscale(accelerator, init_scale=2.0**10, growth_interval=3)
+    model, _, optimizers = two_optimizers(accelerator)
+    scales, skips = [], []
+    for number, batch in enumerate(batches()):
+        accelerator.backward(loss_of(model(batch), batch, number))
+        for layer in (model[0], model[2]):  # a second call, which Accelerate's own refuses
+            accelerator.clip_grad_norm_(layer.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        skips.append([each.step_was_skipped for each in optimizers])
+    once = [10, 10, 11, 11, 10, 10, 10, 11]  # grown with the third, halved with the fifth
+    assert scales == [2.0**each for each in once]
+    assert skips == [[number == BAD] * 2 for number in range(STEPS)]
+
+
+def test_losses_in_turn_with_an_optimizer_each() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    use_gradscale(accelerator, init_scale=2.0**10)
+    model, inner, optimizers = two_optimizers(accelerator)
+    reference = net()
+    ours = [optim.SGD(reference[place].parameters(), lr=0.1, momentum=0.9) for place in (0, 2)]
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    for number, batch in enumerate(batches()):
+        for turn in (0, 1):
+            accelerator.backward(loss_of(model(batch), batch, number + turn))
+            accelerator.clip_grad_norm_(model[2 * turn].parameters(), 1.0)
+            optimizers[turn].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                outputs = reference(batch)
+            scaler.scale(loss_of(outputs, batch, number + turn)).backward()
+            scaler.unscale_(ours[turn])
+            nn.utils.clip_grad_norm_(reference[2 * turn].parameters(), 1.0)
+            scaler.step(ours[turn])
+            scaler.update()
+            assert optimizers[turn].step_was_skipped == (number + turn == BAD)
+            for each in ours:
+                each.zero_grad()
+    assert same(list(model.parameters()), list(reference.parameters()))
+    assert accelerator.scaler.state_dict() == scaler.state_dict()
+    assert inner[0] is optimizers[0].optimizer
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_model_runs_in_float16_and_has_names(late: bool) -> None:
+    run = Run(late=late)
+    seen = []
+    run.model[0].register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    batch = batches()[0]
+    assert run.model(batch).dtype is torch.float32
+    assert seen == [torch.float16]
+    run.step(BAD, batch)
+    culprits = run.scaler.outcome().culprits()
+    assert {each.name for each in culprits} <= {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert culprits
+    bare = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+    bare(batch)
+    assert seen[1:] == [torch.float16, torch.float32]
+
+
+def test_settings_of_accelerates_handler_hold() -> None:
+    def scaler_of(**settings: Any) -> GradScaler:
+        reset()
+        handler = GradScalerKwargs(init_scale=2.0**5, growth_interval=7)
+        return use_gradscale(Accelerator(cpu=True, kwargs_handlers=[handler]), **settings)
+
+    assert scaler_of().get_scale() == 2.0**5
+    assert scaler_of(init_scale=8.0).policy == gs.Dynamic(
+        init_scale=8.0, growth_interval=7, exact=False
+    )
+    with pytest.raises(SettingError, match="Give either policy or torch's settings"):
+        scaler_of(policy=gs.Headroom())
+
+
+def test_bfloat16_is_the_format_where_accelerate_uses_it() -> None:
+    scaler = use_gradscale(Accelerator(cpu=True, mixed_precision="bf16"), policy=gs.Static(4.0))
+    assert scaler._state.format.name == "bfloat16"
+
+
+def test_second_call_replaces_the_first() -> None:
+    run = Run()
+    run.step(0, batches()[0])
+    second = use_gradscale(run.accelerator, policy=gs.Static(2.0))
+    run.step(1, batches()[1])
+    assert run.accelerator.scaler is run.optimizer.scaler is second
+    assert second.outcome().scale == 2.0
+
+
+def test_disabled_scaler_steps_plainly() -> None:
+    run = Run(enabled=False)
+    run.step(0, batches()[0], "norm")
+    assert run.skipped == []
+    assert run.scaler.get_scale() == 1.0
+
+
+def test_refusals_name_the_cause_and_change_nothing() -> None:
+    with pytest.raises(SettingError, match=r"takes an Accelerator, got Linear\. .*takes a Trainer"):
+        use_gradscale(nn.Linear(1, 1))  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(SettingError, match="DeepSpeed scales losses itself"):
+        use_gradscale(accelerator)
+    assert accelerator.scaler is None
+
+
+# On ranks.
+
+
+def accelerate_on_ranks() -> None:
+    """Has Accelerate find the ranks that there are."""
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for several, value in zip(names, (dist.get_rank(), dist.get_world_size()), strict=True):
+        os.environ.update(dict.fromkeys(several, str(value)))
+
+
+def check_ddp() -> None:
+    """Raises if ranks part, or if the group is not known: then a NaN loss would lower the scale."""
+    accelerate_on_ranks()
+    rank = dist.get_rank()
+    for kind, late, accumulate in (("fused", False, 1), ("foreach", True, 2)):
+        run = Run(kind, late=late, accumulate=accumulate)
+        assert run.accelerator.distributed_type == DistributedType.MULTI_CPU
+        assert isinstance(run.model, nn.parallel.DistributedDataParallel)
+        scales = []
+        for number, batch in enumerate(batches()):
+            mine = batch + rank
+            factor = BAD if number == BAD and rank == 1 else 0  # overflows on one rank alone
+            if number == STEPS - 1 and rank == 0:
+                mine = mine * float("nan")
+            run.step(factor, mine, "norm")
+            told = everyone([run.scaler.get_scale(), len(run.skipped), run.state()])
+            assert same(told[0], told[1])
+            scales.append(run.scaler.get_scale())
+        assert len(run.skipped) == 2
+        assert run.scheduler.scheduler.last_epoch == 2 * (STEPS // accumulate - 2)
+        assert scales[-1] == scales[-2]
+        assert run.scaler.outcome().verdict() == "loss not finite"
+
+
+@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp"))
+def test_ranks(check: str, world: int, tmp_path: Path) -> None:
+    run_check(__file__, check, world, tmp_path)
