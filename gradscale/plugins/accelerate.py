@@ -80,9 +80,14 @@ def use_gradscale(
 class GradscaleOptimizer(AcceleratedOptimizer):
     """A prepared optimizer that reads the scaler's outcome instead of guessing it.
 
-    Accelerate takes a step for applied if it has called `optimizer.step()`. Fused optimizers skip
-    inside of that call.
+    Accelerate takes a step for applied if `optimizer.step()` was called, and replaces that method
+    to see it. Fused optimizers skip inside of the call, and schedulers warn of the replacement.
     """
+
+    _accelerate_step_called = False
+    _optimizer_original_step_method = property(lambda self: self.optimizer.step)
+    _optimizer_patched_step_method = _optimizer_original_step_method
+    """What Accelerate sets `optimizer.step` to: what it is."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -92,6 +97,9 @@ class GradscaleOptimizer(AcceleratedOptimizer):
         except CallOrderError:  # before its first step
             return False
         return not outcome.applied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
 class _Attachment:
@@ -118,14 +126,15 @@ class _Attachment:
             for model in _wrapped(models):
                 self._scaler.name(model)
         for optimizer in self._accelerator._optimizers:
-            plain = type(optimizer) is AcceleratedOptimizer
-            if optimizer.scaler is not self._scaler:
-                # What makes Accelerate itself prepare the step of an optimizer that exists.
-                optimizer.__setstate__({"scaler": self._scaler})
-            elif not plain:
-                continue
-            if plain:
+            if type(optimizer) is AcceleratedOptimizer:
+                inner, theirs = optimizer.optimizer, vars(optimizer)
+                # In a step with a closure, whose pass is the first of all, it is replaced now.
+                if inner.step is theirs.get("_optimizer_patched_step_method"):
+                    inner.step = theirs["_optimizer_original_step_method"]
                 optimizer.__class__ = GradscaleOptimizer
+            elif optimizer.scaler is self._scaler:
+                continue
+            optimizer.scaler = self._scaler
             self._scaler.watch(_bare(optimizer))
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
