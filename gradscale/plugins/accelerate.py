@@ -10,6 +10,7 @@ loads it. What it has no place for is put on the objects, never on its classes: 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from types import MethodType
@@ -20,7 +21,7 @@ import torch
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, convert_outputs_to_fp32
+    from accelerate.utils import SCALER_NAME, DistributedType, convert_outputs_to_fp32
 except ImportError as error:
     message = "gradscale.plugins.accelerate needs Accelerate: pip install accelerate."
     raise ImportError(message) from error
@@ -117,6 +118,7 @@ class _Attachment:
         self._named: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         accelerator.backward = self.backward
         accelerator.unscale_gradients = self.unscale_gradients
+        accelerator.register_load_state_pre_hook(self._load_again)
 
     def adopt(self) -> None:
         """Names the models and takes over the optimizers that were prepared since the last call."""
@@ -150,6 +152,16 @@ class _Attachment:
             entry = self._scaler._pipeline.entries.find(bare)
             if entry is None or entry.unscaled_in is None:
                 self._scaler.unscale_(bare)
+
+    def _load_again(self, _: Any, folder: str) -> None:
+        """Loads the scaler after the optimizers.
+
+        With FSDP2 it was loaded before: and torch makes the state of an optimizer by a step with
+        gradients of zero, which counted.
+        """
+        if self._accelerator.is_fsdp2 and self._accelerator.scaler is self._scaler:
+            saved = torch.load(os.path.join(folder, SCALER_NAME), weights_only=True)
+            self._scaler.load_state_dict(saved)
 
 
 def _autocast_forward(accelerator: Any, model: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,28 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradScalerKwargs
 from torch import Tensor, nn, optim
 
 import gradscale as gs
+from accelerate_runs import (
+    BAD,
+    STEPS,
+    Run,
+    batches,
+    clip,
+    decay,
+    loss_of,
+    net,
+    optimizer_of,
+    reset,
+    same,
+)
 from gradscale.errors import SettingError
 from gradscale.plugins.accelerate import GradscaleOptimizer, use_gradscale
 from gradscale.torch import GradScaler
-from ranks import everyone, on_ranks, run_check
-
-STEPS, BAD = 8, 4
-"""Batches, and the one whose gradients overflow."""
-HUGE = 2.0**30
-"""What makes gradients overflow in float16, and the loss not in float32."""
-
-
-def reset() -> None:
-    """Accelerate keeps its state in the classes."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)
@@ -42,116 +39,15 @@ def _fresh() -> Iterator[None]:
     reset()
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def batches() -> list[Tensor]:
-    made = torch.Generator().manual_seed(1)
-    return [torch.randn(16, 4, generator=made) for _ in range(STEPS)]
-
-
-def loss_of(outputs: Tensor, batch: Tensor, number: int) -> Tensor:
-    loss = (outputs.float() - batch.sum(dim=1, keepdim=True)).square().mean()
-    return loss * (HUGE if number == BAD else 1.0)
-
-
-def optimizer_of(model: nn.Module, kind: str) -> optim.Optimizer:
-    if kind == "lbfgs":
-        return optim.LBFGS(model.parameters(), max_iter=3)
-    return optim.AdamW(model.parameters(), lr=0.05, **{kind: True})
-
-
-def decay(optimizer: Any) -> Any:
-    return optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-
-def clip(how: str, params: Any, norm: Any, value: Any) -> None:
-    if how == "norm":
-        norm(params, 0.1)
-    elif how == "value":
-        value(params, 0.01)
-
-
-class Run:
-    """A training with Accelerate, ready to go on."""
-
-    def __init__(
-        self,
-        kind: str = "fused",
-        precision: str = "fp16",
-        accumulate: int = 1,
-        late: bool = False,
-        device: str = "cpu",
-        **settings: Any,
-    ) -> None:
-        reset()
-        self.accelerator = Accelerator(
-            cpu=device == "cpu",
-            mixed_precision=precision,
-            gradient_accumulation_steps=accumulate,
-        )
-        settings = {"init_scale": 2.0**10, "growth_interval": 3, **settings}
-        if not late:
-            self.scaler = use_gradscale(self.accelerator, **settings)
-        model = net()
-        optimizer = optimizer_of(model, kind)
-        parts = self.accelerator.prepare(model, optimizer, decay(optimizer))
-        self.model, self.optimizer, self.scheduler = parts
-        if late:
-            self.scaler = use_gradscale(self.accelerator, **settings)
-        self.own_autocast = precision == "no"
-        self.skipped: list[int] = []
-
-    def forward(self, batch: Tensor) -> Tensor:
-        if not self.own_autocast:
-            return self.model(batch)
-        with torch.autocast("cpu", dtype=torch.float16):
-            return self.model(batch)
-
-    def step(self, number: int, batch: Tensor, clips: str = "") -> None:
-        with self.accelerator.accumulate(self.model):
-            self.accelerator.backward(loss_of(self.forward(batch), batch, number))
-            if self.accelerator.sync_gradients:
-                ours = self.accelerator
-                clip(clips, self.model.parameters(), ours.clip_grad_norm_, ours.clip_grad_value_)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        if self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped:
-            self.skipped.append(number)
-
-    def state(self) -> list[Any]:
-        """All that a step can move."""
-        inner = self.optimizer.optimizer
-        return [
-            *(p.detach().clone() for p in self.model.parameters()),
-            copy.deepcopy(inner.state_dict()),
-            copy.deepcopy(self.scheduler.state_dict()),
-        ]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal to the bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def by_hand(kind: str, accumulate: int, clips: str) -> list[Any]:
+def by_hand(kind: str, accumulate: int, clips: str, device: str = "cpu") -> list[Any]:
     """The same training in a loop with our scaler; its state, the scaler's, and the skips."""
-    model = net()
+    model = net().to(device)
     optimizer = optimizer_of(model, kind)
     scheduler = decay(optimizer)
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scaler = GradScaler(device, init_scale=2.0**10, growth_interval=3)
     skipped = []
-    for number, batch in enumerate(batches()):
-        with torch.autocast("cpu", dtype=torch.float16):
+    for number, batch in enumerate(each.to(device) for each in batches()):
+        with torch.autocast(device, dtype=torch.float16):
             outputs = model(batch)
         scaler.scale(loss_of(outputs, batch, number) / accumulate).backward()
         if (number + 1) % accumulate:
@@ -183,26 +79,28 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("kind", "precision", "accumulate", "clips", "late"), CASES)
 def test_training_equals_a_loop_by_hand(
-    kind: str, precision: str, accumulate: int, clips: str, late: bool
+    kind: str, precision: str, accumulate: int, clips: str, late: bool, device: str
 ) -> None:
-    run = Run(kind, precision, accumulate, late)
+    run = Run(kind, precision, accumulate, late, device)
     for number, batch in enumerate(batches()):
-        run.step(number, batch, clips)
-    wanted = by_hand(kind, accumulate, clips)
+        run.step(number, batch.to(device), clips)
+    wanted = by_hand(kind, accumulate, clips, device)
     assert same([*run.state(), run.scaler.state_dict(), run.skipped], wanted)
     assert len(run.skipped) == 1  # the planted one
     assert run.scheduler.scheduler.last_epoch == STEPS // accumulate - 1
-    other = by_hand(kind, accumulate, "norm" if clips != "norm" else "value")
+    other = by_hand(kind, accumulate, "norm" if clips != "norm" else "value", device)
     assert not same(wanted, other)  # so clipping does something, and the comparison can fail
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", ["fused", "foreach"])
-def test_skipped_step_moves_nothing(kind: str) -> None:
-    run = Run(kind)
+def test_skipped_step_moves_nothing(kind: str, device: str) -> None:
+    run = Run(kind, device=device)
     assert not run.optimizer.step_was_skipped  # before the first
-    data = batches()
+    data = [each.to(device) for each in batches()]
     for number in range(BAD):
         run.step(number, data[number])
     before = run.state()
@@ -255,17 +153,6 @@ def test_skip_inside_of_the_optimizer_is_seen() -> None:
     ours = Accelerator(cpu=True, mixed_precision="fp16")
     use_gradscale(ours)
     assert skip_of(ours) is True
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("clips", ["", "norm", "value"])
-def test_skip_of_a_fused_optimizer_on_a_gpu_is_seen(clips: str) -> None:
-    run = Run("fused", device="cuda")
-    for number in (0, BAD):
-        before = run.state()
-        run.step(number, batches()[number].cuda(), clips)
-    assert run.skipped == [BAD]
-    assert same(run.state(), before)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -425,42 +312,3 @@ def test_refusals_name_the_cause_and_change_nothing() -> None:
     with pytest.raises(SettingError, match="DeepSpeed scales losses itself"):
         use_gradscale(accelerator)
     assert accelerator.scaler is None
-
-
-# On ranks.
-
-
-def accelerate_on_ranks() -> None:
-    """Has Accelerate find the ranks that there are."""
-    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    for several, value in zip(names, (dist.get_rank(), dist.get_world_size()), strict=True):
-        os.environ.update(dict.fromkeys(several, str(value)))
-
-
-def check_ddp() -> None:
-    """Raises if ranks part, or if the group is not known: then a NaN loss would lower the scale."""
-    accelerate_on_ranks()
-    rank = dist.get_rank()
-    for kind, late, accumulate in (("fused", False, 1), ("foreach", True, 2)):
-        run = Run(kind, late=late, accumulate=accumulate)
-        assert run.accelerator.distributed_type == DistributedType.MULTI_CPU
-        assert isinstance(run.model, nn.parallel.DistributedDataParallel)
-        scales = []
-        for number, batch in enumerate(batches()):
-            mine = batch + rank
-            factor = BAD if number == BAD and rank == 1 else 0  # overflows on one rank alone
-            if number == STEPS - 1 and rank == 0:
-                mine = mine * float("nan")
-            run.step(factor, mine, "norm")
-            told = everyone([run.scaler.get_scale(), len(run.skipped), run.state()])
-            assert same(told[0], told[1])
-            scales.append(run.scaler.get_scale())
-        assert len(run.skipped) == 2
-        assert run.scheduler.scheduler.last_epoch == 2 * (STEPS // accumulate - 2)
-        assert scales[-1] == scales[-2]
-        assert run.scaler.outcome().verdict() == "loss not finite"
-
-
-@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp"))
-def test_ranks(check: str, world: int, tmp_path: Path) -> None:
-    run_check(__file__, check, world, tmp_path)
