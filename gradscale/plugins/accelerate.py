@@ -159,7 +159,8 @@ class _Attachment:
         With FSDP2 it was loaded before: and torch makes the state of an optimizer by a step with
         gradients of zero, which counted.
         """
-        if self._accelerator.is_fsdp2 and self._accelerator.scaler is self._scaler:
+        sharded = getattr(self._accelerator, "is_fsdp2", False)
+        if sharded and self._accelerator.scaler is self._scaler:
             saved = torch.load(os.path.join(folder, SCALER_NAME), weights_only=True)
             self._scaler.load_state_dict(saved)
 

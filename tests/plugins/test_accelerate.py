@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("accelerate")
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradScalerKwargs

@@ -8,6 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("accelerate")
+
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -173,6 +176,16 @@ def test_training_equals_a_loop_by_hand(changes: dict[str, Any], tmp_path: Path)
     assert [each["skipped_steps"] for each in logs] == [0, 0, 0, 1, 1, 1]
     assert [each["loss_scale"] for each in logs] == [1024, 2048, 2048, 1024, 1024, 2048]
     assert scaler is trainer.accelerator.scaler
+
+
+@pytest.mark.gpu
+def test_skip_of_a_fused_optimizer_on_a_gpu_is_seen(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, use_cpu=False)
+    scaler = use_gradscale(trainer, **SCALE)
+    trainer.train()
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
+    assert scaler.history[0][2] == "grow"
+    assert trainer.state.log_history[BAD]["skipped_steps"] == 1
 
 
 def test_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
