@@ -79,6 +79,8 @@ CASES = [
     ("foreach", "fp16", 2, "", False),
     ("foreach", "no", 1, "norm", True),
     ("foreach", "no", 2, "norm", False),
+    ("ours", "fp16", 1, "norm", False),
+    ("ours", "fp16", 2, "", True),
 ]
 
 
@@ -99,7 +101,7 @@ def test_training_equals_a_loop_by_hand(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", ["fused", "foreach", "ours"])
 def test_skipped_step_moves_nothing(kind: str, device: str) -> None:
     run = Run(kind, device=device)
     assert not run.optimizer.step_was_skipped  # before the first
@@ -196,6 +198,16 @@ def test_checkpoint_resumes_to_the_bit(tmp_path: Path) -> None:
             resumed.step(number, batches()[number], "norm")
         assert same(resumed.state(), whole.state())
         assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+
+
+def test_checkpoint_with_torchs_scaler_loads(tmp_path: Path) -> None:
+    run = Run()
+    run.step(0, batches()[0])
+    run.accelerator.save_state(str(tmp_path))
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    torch.save(theirs.state_dict(), tmp_path / "scaler.pt")
+    run.accelerator.load_state(str(tmp_path))
+    assert run.scaler.get_scale() == 2.0**7
 
 
 def two_optimizers(accelerator: Accelerator) -> tuple[Any, Any, list[Any]]:

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn, optim
 
 from gradscale.plugins.accelerate import use_gradscale
+from gradscale.torch.optim import AdamW
 
 STEPS, BAD = 8, 4
 """Batches, and the one whose gradients overflow."""
@@ -43,6 +44,8 @@ def loss_of(outputs: Tensor, batch: Tensor, number: int) -> Tensor:
 def optimizer_of(model: nn.Module, kind: str) -> optim.Optimizer:
     if kind == "lbfgs":
         return optim.LBFGS(model.parameters(), max_iter=3)
+    if kind == "ours":
+        return AdamW(model.parameters(), lr=0.05)
     return optim.AdamW(model.parameters(), lr=0.05, **{kind: True})
 
 
