@@ -96,14 +96,17 @@ def _tried(device: torch.device) -> DevicePath:
     capability = torch.cuda.get_device_capability(device)
     where = f"compute capability {capability[0]}.{capability[1]}"
     formats = (torch.float32, torch.float16, torch.bfloat16)
-    # Where waiting for the device is an error, this must wait all the same.
+    # Where waiting for the device is an error, this must wait all the same. Elsewhere the mode is
+    # left alone: torch warns when it is set for the first time, also to what it is.
     watched = torch._C._cuda_get_sync_debug_mode()
-    torch._C._cuda_set_sync_debug_mode(0)
+    if watched:
+        torch._C._cuda_set_sync_debug_mode(0)
     try:
         with torch.cuda.device(device):
             return run_kernel(device, where, formats[: 1 if capability >= _SUPPORTED else None])
     finally:
-        torch._C._cuda_set_sync_debug_mode(watched)
+        if watched:
+            torch._C._cuda_set_sync_debug_mode(watched)
 
 
 def run_kernel(device: torch.device, where: str, formats: Sequence[torch.dtype]) -> DevicePath:
