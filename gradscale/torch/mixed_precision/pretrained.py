@@ -7,7 +7,7 @@ and any model may say the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,45 +60,68 @@ def inner_models(model: nn.Module) -> list[nn.Module]:
 
 
 class Embeddings:
-    """The input embeddings of models, which `resize_token_embeddings()` replaces.
+    """The input and output embeddings of models, which `resize_token_embeddings()` replaces.
 
-    An optimizer does not see that: it would step the old ones for ever.
+    An optimizer does not see that: it would step the old ones for ever. Models that are sharded
+    are left out: those have other parameters in a pass than after it.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._weights = [(bare(model), _embedding(bare(model))) for model in models]
+        bares = [bare(model) for model in models]
+        self._models = [model for model in bares if all(map(_is_whole, _embeddings(model)))]
+        self._shapes = {
+            weight: weight.shape for model in self._models for weight in _embeddings(model)
+        }
 
-    def refuse_replaced(self) -> None:
-        """Raises a CallOrderError if a model has other embeddings than at first."""
-        for model, weight in self._weights:
-            if weight is not None and _embedding(model) is not weight:
+    def refuse_replaced(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises a CallOrderError if a model has embeddings that no optimizer has as they are."""
+        for model in self._models:
+            for weight in _embeddings(model):
+                if not weight.requires_grad or self._shapes.get(weight) == weight.shape:
+                    continue
+                if weight not in self._shapes and id(weight) in _trained(optimizers):
+                    continue  # embeddings of another adapter, for one
                 raise CallOrderError(
-                    f"The input embeddings of {type(model).__name__} were replaced after "
-                    "MixedPrecision was made, as resize_token_embeddings() does, so no optimizer "
-                    "has them. Resize first, then build the optimizer and MixedPrecision."
+                    f"{type(model).__name__} has other embeddings than when MixedPrecision was "
+                    f"made, of shape {tuple(weight.shape)}: resize_token_embeddings() replaces "
+                    "them. Call it first, then build the optimizer and MixedPrecision."
                 )
 
-    def refuse_forgotten(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises a SettingError if an optimizer has the embeddings that a model had before."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        trained = {id(param): param for group in groups for param in group["params"]}
-        for model, weight in self._weights:
-            if weight is None or not weight.requires_grad or id(weight) in trained:
-                continue
-            own = {id(param) for param in model.parameters()}
-            others = [param.shape for key, param in trained.items() if key not in own]
-            if any(len(shape) == 2 and shape[1:] == weight.shape[1:] for shape in others):
-                raise SettingError(
-                    f"The optimizer has embeddings that {type(model).__name__} no longer has, and "
-                    f"not those of shape {tuple(weight.shape)} that it has. Build the optimizer "
-                    "after resize_token_embeddings()."
-                )
+    def refuse_forgotten(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises a SettingError if an optimizer has embeddings that a model had before."""
+        trained = _trained(optimizers)
+        own = {id(param) for model in self._models for param in model.parameters()}
+        strangers = {param.shape[1:] for key, param in trained.items() if key not in own}
+        for model in self._models:
+            for weight in _embeddings(model):
+                forgotten = weight.requires_grad and id(weight) not in trained
+                if forgotten and weight.shape[1:] in strangers:
+                    raise SettingError(
+                        f"The optimizer has embeddings that {type(model).__name__} no longer has, "
+                        f"and not those of shape {tuple(weight.shape)} that it has now. Build the "
+                        "optimizer after resize_token_embeddings()."
+                    )
 
 
-def _embedding(model: Any) -> Tensor | None:
-    """The weight of the input embeddings of `model`; None if it does not say which that is."""
-    try:
-        weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):
-        return None
-    return weight if isinstance(weight, Tensor) else None
+def _trained(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
+    """The parameters of `optimizers` by their ids."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(param): param for group in groups for param in group["params"]}
+
+
+def _embeddings(model: Any) -> list[Tensor]:
+    """The weights of the embeddings that `model` says it has."""
+    found: list[Tensor] = []
+    for which in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            weight = getattr(model, which)().weight
+        except (AttributeError, NotImplementedError):
+            continue  # it has none, or does not say
+        if isinstance(weight, nn.Parameter):  # and not one that is computed
+            found.append(weight)
+    return found
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """Whether `weight` is no shard: neither a DTensor nor flat."""
+    return weight.dim() > 1 and not hasattr(weight, "device_mesh")
