@@ -26,6 +26,15 @@ def test_outputs_leave_as_float32(make: Any) -> None:
     assert net.layer.weight.dtype is torch.float16
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_lowest_number_of_a_mask_stays_the_lowest(level: str) -> None:
+    net = Net(lambda x: x)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    net(torch.tensor([torch.finfo(torch.float32).min, -torch.inf, 1.0, 2.0]))
+    assert net.given.tolist() == [-65504.0, -torch.inf, 1.0, 2.0]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_models_of_transformers(name: str, level: str) -> None:

@@ -280,17 +280,26 @@ def test_models_within_are_called_by_themselves() -> None:
         torch.testing.assert_close(output[0].float(), wanted[0].float(), rtol=0.02, atol=0.02)
 
 
-def test_a_model_within_that_is_kept_runs_in_float32() -> None:
-    net = model("t5")
-    precision(net, "fp16-master", keep_float32=["encoder"])
-    output = net(**batch("t5"))
-    seen: list[torch.dtype] = []
-    net.encoder.block[0].register_forward_hook(lambda *args: seen.append(args[2][0].dtype))
-    net.encoder(batch("t5")["input_ids"])
-    assert seen == [torch.float32]
-    assert net.encoder.block[0].layer[0].SelfAttention.q.weight.dtype is torch.float32
-    assert net.decoder.block[0].layer[0].SelfAttention.q.weight.dtype is torch.float16
-    assert output.loss.isfinite()
+def test_models_within_a_kept_module_run_in_float32() -> None:
+    whole = nn.ModuleDict({"kept": model("t5"), "cast": model("t5")})
+    precision(whole, "fp16-master", keep_float32=["kept"])
+    seen: dict[str, torch.dtype] = {}
+    for name, net in whole.items():
+        block = net.encoder.block[0].layer[0].SelfAttention.q
+        block.register_forward_hook(lambda *args, name=name: seen.update({name: args[2].dtype}))
+        net(**batch("t5"))
+    assert seen == {"kept": torch.float32, "cast": torch.float16}
+    assert {each.dtype for each in whole["kept"].parameters()} == {torch.float32}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_compiled_model_is_the_same(name: str) -> None:
+    nets = [model(name), model(name)]
+    both = [precision(net, "fp16-master") for net in nets]
+    calls = [nets[0], torch.compile(nets[1], backend="eager", fullgraph=True)]
+    found = [list(losses(call, mp, batch(name), 3)) for call, mp in zip(calls, both, strict=True)]
+    assert found[0] == found[1]
 
 
 # Saving and loading.
