@@ -111,10 +111,9 @@ def tolerance(name: str, mode: str, device: str = "cpu") -> float:
     """How far the losses of a mode may be from float32's.
 
     A loss is computed from numbers of the format, so it has its unit roundoff. And training
-    amplifies roundings: by how much is measured by rounding all weights once, in float32. A mode
-    does that in every operation of every step, forward and backward. Such errors are independent:
-    for the some hundred tensors of a step they add up to about 10 times one of them, less what
-    they cancel; 8 are allowed.
+    amplifies roundings: by how much is measured by changing all weights once by as much, in
+    float32. A mode rounds in every operation of every step, some hundred times, and independent
+    errors grow with the root of their number: 8 times that are allowed (0.2 to 5.4 were found).
     """
     unit = float(torch.finfo(MODES[mode].dtype).eps) / 2
     exact = run(name, "fp32", device)
