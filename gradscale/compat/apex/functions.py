@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradscale.compat.apex.session import SESSION, no_autocast
 from gradscale.errors import SettingError
-from gradscale.torch.mixed_precision.casting import mapped
+from gradscale.torch.mixed_precision.containers import mapped
 
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What is cast: narrower formats were chosen on purpose, or are no floating-point numbers."""

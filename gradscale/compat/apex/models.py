@@ -23,14 +23,20 @@ from gradscale.compat.apex.functions import cast_all
 from gradscale.compat.apex.options import HALVES, Options, warn_or_refuse
 from gradscale.compat.apex.session import SESSION
 from gradscale.errors import SettingError
-from gradscale.torch.mixed_precision.casting import CastForward, cast, device_of, put_around
+from gradscale.torch.mixed_precision.casting import (
+    CastForward,
+    cast,
+    cast_tensors,
+    device_of,
+    put_around,
+)
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def _cast(value: Any, dtype: torch.dtype, deep: bool) -> Any:
     """`value` with all in it cast, as Apex does, wherever it is."""
-    return cast_all(value, dtype)
+    return cast_all(cast_tensors(value, dtype, deep=True), dtype)
 
 
 def _autocast_unless_disabled(forward: CastForward) -> AbstractContextManager[Any]:

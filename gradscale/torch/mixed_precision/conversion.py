@@ -23,6 +23,7 @@ from gradscale.torch.mixed_precision.casting import (
 )
 from gradscale.torch.mixed_precision.masters import Masters
 from gradscale.torch.mixed_precision.modes import Mode
+from gradscale.torch.mixed_precision.pretrained import modules_in_float32
 from gradscale.torch.optim.master_bits import HALF_DTYPES, set_master
 from gradscale.torch.telemetry.names import bare
 
@@ -98,9 +99,9 @@ def _cast(
     if mode.casts:
         cast_all([(model, [*NORMS, *mine]) for model, mine in kept], mode.dtype)
     for model, mine in () if mode.casts else kept:
-        lift(model, frozen=wide)
+        lift(model, frozen=wide, keep_float32=mine)
         if not wide:
-            run_in_float32(model, (*NORMS, *mine))
+            run_in_float32(model, (*NORMS, *mine, *modules_in_float32(bare(model), mode.dtype)))
     widen_states(optimizers)
 
 
