@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradscale.errors import StateError
 from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, master_of, rounded
 from gradscale.torch.telemetry.names import bare
 
 if TYPE_CHECKING:
+    from gradscale.torch.mixed_precision.masters import Masters
     from gradscale.torch.mixed_precision.mixed import MixedPrecision
 
 VERSION = 1
@@ -114,11 +116,13 @@ def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def float32_state(mp: MixedPrecision, model: nn.Module) -> dict[str, Any]:
+def float32_state(
+    model: nn.Module, optimizers: Iterable[Optimizer], masters: Iterable[Masters | None]
+) -> dict[str, Any]:
     """The `state_dict()` of a model in float32, with masters for weights."""
     owners = {
         id(param): (optimizer, own)
-        for optimizer, own in zip(mp.optimizers, mp._masters, strict=True)
+        for optimizer, own in zip(optimizers, masters, strict=True)
         for group in optimizer.param_groups
         for param in group["params"]
     }
