@@ -144,7 +144,7 @@ class GradscalePrecision(Precision):
         for optimizer in optimizers:
             self.watch(optimizer)
         self._unnamed = [model]
-        self._name()
+        self._name_models()
         for config in lr_schedulers:
             if type(config.scheduler) is not FollowingScheduler:
                 config.scheduler = FollowingScheduler(config.scheduler)
@@ -187,7 +187,7 @@ class GradscalePrecision(Precision):
         if wrapper is not None and all(wrapper is not each for each in self._unnamed):
             self._unnamed.append(wrapper)
 
-    def _name(self) -> None:
+    def _name_models(self) -> None:
         """Takes over names and process groups of models that were not named yet."""
         for hook in self._hooks:
             hook.remove()
@@ -240,7 +240,7 @@ class GradscalePrecision(Precision):
     ) -> Any:
         """What the closure returned, after it has run and the optimizer has stepped or skipped."""
         if model is None or closure is None:
-            self._name()
+            self._name_models()
             self.watch(optimizer)
             return self._step(optimizer, closure, kwargs, {})
         if isinstance(optimizer, LBFGS):
@@ -311,6 +311,7 @@ class GradscalePrecision(Precision):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Divides the gradients of `optimizer` by their scale, once."""
+        self._name_models()
         self.watch(optimizer)
         if not self._is_unscaled(optimizer):
             self.scaler.unscale_(_inner(optimizer))
@@ -388,7 +389,7 @@ class FollowingScheduler:
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the scheduler; **waits for the device** if a call was put off."""
-        if name == "_scheduler":  # not there yet: this is a copy
+        if "_scheduler" not in vars(self):  # a copy that has not got anything yet
             raise AttributeError(name)
         self.settle()
         return getattr(self._scheduler, name)

@@ -1,0 +1,500 @@
+"""Lightning's Trainer: what a run with the plugin does, compared with loops written by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning_runs as runs
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning_runs import Model, batches, bits, loader, loss_of, network, same, trainer
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
+
+import gradscale as gs
+from gradscale.errors import SettingError, StateError
+from gradscale.plugins.lightning import FollowingScheduler, GradscalePrecision
+from gradscale.torch import GradScaler, MixedPrecision
+
+torch.set_num_threads(1)
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}") for message in runs.THEIR_WARNINGS
+]
+
+POLICY = gs.Dynamic(init_scale=2.0**18, backoff_factor=2.0**-4, growth_interval=2)
+"""Begins with overflows in the float16 backward pass, and grows into further ones."""
+MODES = ["16-mixed", "bf16-mixed", "fp16-master", "bf16-master", "fp16-pure"]
+OURS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+
+
+class Watcher(Callback):
+    """Reads the gradients before every step, so that they must be unscaled by then."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, _: Any, model: Any, optimizer: Any) -> None:
+        grads = [param.grad for param in model.parameters()]
+        self.norms.append(float(torch.stack([grad.float().norm() for grad in grads]).norm()))
+
+
+def by_hand(mode: str, kind: str, accumulate: int = 1, **limits: float) -> tuple[Any, ...]:
+    """Weights, masters' weights, rates and verdicts of `Model` in a loop with our own calls."""
+    net = network()
+    optimizer = runs.adamw(net.parameters(), kind)
+    policy = POLICY if "16" in mode and "bf" not in mode else None
+    mp = MixedPrecision(net, optimizer, OURS.get(mode, mode), policy=policy)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    rates, verdicts = [], []
+    for number, batch in enumerate(batches()):
+        with mp.autocast():
+            loss = loss_of(net, batch) / accumulate
+        mp.backward(loss)
+        if (number + 1) % accumulate == 0:
+            outcome = mp.step(**limits)
+            verdicts.append(outcome.verdict())
+            if outcome.applied:
+                scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    exact = mp.float32_model_state().values()
+    return bits(net.parameters()), bits(exact), rates, verdicts, mp.scaler.get_scale()
+
+
+def by_trainer(mode: str, kind: str, watch: bool, **settings: Any) -> tuple[Any, ...]:
+    """The same of a Trainer with the plugin."""
+    policy = POLICY if "16" in mode and "bf" not in mode else None
+    plugin = GradscalePrecision(mode, policy=policy)
+    verdicts: list[str] = []
+
+    class Collector(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step > len(verdicts):
+                verdicts.append(plugin.scaler.outcome().verdict())
+
+    model = Model(kind)
+    callbacks: list[Any] = [Collector(), *([Watcher()] if watch else [])]
+    trainer(plugin, callbacks=callbacks, **settings).fit(model, loader(batches()))
+    exact = plugin.float32_model_state(model.net).values()
+    scale = plugin.scaler.get_scale()
+    return bits(model.parameters()), bits(exact), model.rates, verdicts, scale
+
+
+def agree(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    """Whether two runs ended alike."""
+    return same(ours[0], theirs[0]) and same(ours[1], theirs[1]) and ours[2:] == theirs[2:]
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize("mode", MODES)
+def test_run_is_that_of_a_loop_by_hand(mode: str, kind: str) -> None:
+    ours, theirs = by_trainer(mode, kind, watch=False), by_hand(mode, kind)
+    assert agree(ours, theirs)
+    assert "loss not finite" in ours[3]
+    assert ours[3].count("applied") >= 2
+    # A skipped step has moved no scheduler: the rate is halved once for every applied one.
+    assert ours[2][-1] == 1e-2 * 0.5 ** ours[3].count("applied")
+    if mode == "16-mixed":
+        assert "scale too high" in ours[3]
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.5), ("value", 0.01)])
+@pytest.mark.parametrize("mode", ["16-mixed", "fp16-master"])
+def test_clipping_and_accumulation(
+    mode: str, algorithm: str, limit: float, accumulate: int, kind: str
+) -> None:
+    ours = by_trainer(
+        mode,
+        kind,
+        watch=False,
+        gradient_clip_val=limit,
+        gradient_clip_algorithm=algorithm,
+        accumulate_grad_batches=accumulate,
+    )
+    limits = {f"clip_{algorithm}": limit}
+    theirs = by_hand(mode, kind, accumulate, **limits)
+    assert agree(ours, theirs)
+    assert len(ours[3]) == 8 // accumulate
+    assert not agree(ours, by_hand(mode, kind, accumulate))  # it does clip
+
+
+def torch_loop(kind: str, algorithm: str, limit: float) -> tuple[list[Tensor], list[float]]:
+    """Weights and gradient norms of `Model` in torch's loop with our scaler."""
+    net = network()
+    optimizer = runs.adamw(net.parameters(), kind)
+    scaler = GradScaler("cpu", policy=POLICY)
+    scheduler, norms = StepLR(optimizer, 1, 0.5), []
+    for batch in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = loss_of(net, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(torch.stack([param.grad.norm() for param in net.parameters()]).norm()))
+        if algorithm == "norm":
+            scaler.clip_grad_norm_(optimizer, limit)
+        else:
+            nn.utils.clip_grad_value_(net.parameters(), limit)
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.outcome().applied:
+            scheduler.step()
+    return bits(net.parameters()), norms
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.5), ("value", 0.01)])
+def test_hooks_see_unscaled_gradients(algorithm: str, limit: float, kind: str) -> None:
+    plugin, model, watcher = GradscalePrecision(policy=POLICY), Model(kind), Watcher()
+    trainer(
+        plugin,
+        callbacks=[watcher],
+        gradient_clip_val=limit,
+        gradient_clip_algorithm=algorithm,
+    ).fit(model, loader(batches()))
+    weights, norms = torch_loop(kind, algorithm, limit)
+    assert list(map(str, watcher.norms)) == list(map(str, norms))  # as text, because NaN != NaN
+    assert same(model.parameters(), weights)
+
+
+# Manual optimization.
+
+
+class Pair(Model):
+    """Two networks with an optimizer and a scheduler each, stepped by hand."""
+
+    def __init__(self, kind: str, joint: bool) -> None:
+        super().__init__(kind)
+        self.other = network()
+        self.joint = joint
+        self.automatic_optimization = False
+        self.verdicts: list[str] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [runs.adamw(net.parameters(), self.kind) for net in (self.net, self.other)]
+        return optimizers, [StepLR(each, 1, 0.5) for each in optimizers]
+
+    def training_step(self, batch: Tensor) -> None:
+        scaler = self.trainer.precision_plugin.scaler
+        (first, second), (slow, fast) = self.optimizers(), self.lr_schedulers()
+        first.zero_grad()
+        second.zero_grad()
+        if self.joint:  # one backward pass for both
+            self.manual_backward(loss_of(self.net, batch) + loss_of(self.other, batch))
+        else:
+            self.manual_backward(loss_of(self.net, batch))
+        self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        first.step()
+        slow.step()
+        self.verdicts.append(scaler.outcome().verdict())
+        if not self.joint:  # through weights that were stepped just now
+            self.manual_backward(loss_of(self.other, batch) + loss_of(self.net, batch))
+            self.clip_gradients(second, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        second.step()
+        fast.step()
+        self.verdicts.append(scaler.outcome().verdict())
+
+
+def pair_by_hand(mode: str, kind: str, joint: bool) -> tuple[list[Tensor], list[str]]:
+    """Weights and verdicts of `Pair` in torch's loop."""
+    net, other = network(), network()
+    first, second = (runs.adamw(each.parameters(), kind) for each in (net, other))
+    mp = MixedPrecision([net, other], [first, second], OURS.get(mode, mode), policy=POLICY)
+    scaler, verdicts = mp.scaler, []
+    slow, fast = StepLR(first, 1, 0.5), StepLR(second, 1, 0.5)
+
+    def backward(*nets: nn.Module) -> None:
+        with mp.autocast():
+            loss = sum(loss_of(each, batch) for each in nets)
+        scaler.scale(loss).backward()
+
+    for batch in batches():
+        first.zero_grad()
+        second.zero_grad()
+        backward(net, *([other] if joint else []))
+        scaler.clip_grad_norm_(first, 0.5)
+        scaler.step(first)
+        scaler.update()
+        verdicts.append(scaler.outcome().verdict())
+        if verdicts[-1] == "applied":
+            slow.step()
+        if not joint:
+            backward(other, net)
+            scaler.unscale_(second)
+            nn.utils.clip_grad_value_(other.parameters(), 0.01)
+        scaler.step(second)
+        scaler.update()
+        verdicts.append(scaler.outcome().verdict())
+        if verdicts[-1] == "applied":
+            fast.step()
+    return bits([*net.parameters(), *other.parameters()]), verdicts
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("mode", ["16-mixed", "fp16-master"])
+def test_manual_optimization_with_two_optimizers(mode: str, joint: bool, kind: str) -> None:
+    model = Pair(kind, joint)
+    trainer(GradscalePrecision(mode, policy=POLICY)).fit(model, loader(batches()))
+    weights, verdicts = pair_by_hand(mode, kind, joint)
+    assert model.verdicts == verdicts
+    assert {"applied", "scale too high", "loss not finite"} <= set(verdicts)
+    assert same([*model.net.parameters(), *model.other.parameters()], weights)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize("mode", ["16-mixed", "fp16-master", "fp16-pure"])
+def test_resumed_run_is_the_whole_one(mode: str, kind: str, tmp_path: Path) -> None:
+    data = loader(batches())
+
+    def plugin() -> GradscalePrecision:
+        return GradscalePrecision(mode, policy=POLICY)
+
+    whole, half, rest = Model(kind), Model(kind), Model(kind)
+    kept = plugin()
+    trainer(kept, max_epochs=2).fit(whole, data)
+    first = trainer(plugin())
+    first.fit(half, data)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = plugin()
+    with torch.no_grad():
+        for param in rest.parameters():
+            param.zero_()
+    trainer(resumed, max_epochs=2).fit(rest, data, ckpt_path=tmp_path / "half.ckpt")
+    assert half.rates + rest.rates == whole.rates
+    assert not same(half.parameters(), whole.parameters())
+    assert same(rest.parameters(), whole.parameters())
+    exact = [each.float32_model_state(net).values() for each, net in ((resumed, rest), (kept, whole))]
+    assert same(*exact)
+    assert resumed.scaler.state_dict() == kept.scaler.state_dict()
+
+
+def test_checkpoint_of_another_mode_is_refused(tmp_path: Path) -> None:
+    first = trainer(GradscalePrecision("16-mixed"))
+    first.fit(Model(), loader(batches(2, None)))
+    first.save_checkpoint(tmp_path / "run.ckpt")
+    other = trainer(GradscalePrecision("fp16-master"), max_epochs=2)
+    with pytest.raises(StateError, match=r"of the mode 'fp16', and this run is 'fp16-master'"):
+        other.fit(Model(), loader(batches(2, None)), ckpt_path=tmp_path / "run.ckpt")
+    with pytest.raises(StateError, match=r"no state of GradscalePrecision: it has \['scale'\]"):
+        GradscalePrecision().load_state_dict({"scale": 1.0})
+
+
+def test_checkpoint_of_lightnings_own_plugin_gives_the_scale() -> None:
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**9)
+    theirs.scale(torch.ones(()))
+    plugin = GradscalePrecision(policy=gs.Headroom())
+    plugin.on_load_checkpoint({"MixedPrecision": theirs.state_dict()})
+    assert plugin.scaler.get_scale() == 2.0**9
+    assert isinstance(plugin.scaler.policy, gs.Headroom)
+
+
+# One model in several runs.
+
+
+@pytest.mark.parametrize("kind", ["foreach", "own"])
+@pytest.mark.parametrize("mode", ["fp16-master", "fp16-pure"])
+def test_second_fit_goes_on_with_the_masters(mode: str, kind: str) -> None:
+    model, plugin = Model(kind), GradscalePrecision(mode)
+    run = trainer(plugin)
+    run.test(model, loader(batches(1, None)), verbose=False)
+    begin = bits(network().parameters())
+    assert {param.dtype for param in model.parameters()} == {torch.float16, torch.float32}
+    run.fit(model, loader(batches(4, None)))
+    exact = plugin.float32_model_state(model.net)
+    assert not same(exact.values(), begin)
+    seen: list[Any] = []
+
+    class Start(Callback):
+        def on_train_start(self, _: Any, model: Any) -> None:
+            seen.extend(bits(plugin.float32_model_state(model.net).values()))
+
+    run.callbacks.append(Start())
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader(batches(4, None)))
+    assert same(seen, exact.values())
+    rounded = [value.half().float() for value in exact.values()]
+    assert not same(seen, rounded)
+
+
+def test_masters_begin_as_the_weights_were_before_the_cast() -> None:
+    model, plugin, seen = Model(), GradscalePrecision("fp16-master"), []
+
+    class Start(Callback):
+        def on_train_start(self, _: Any, model: Any) -> None:
+            seen.append(bits(plugin.float32_model_state(model.net).values()))
+
+    run = trainer(plugin, callbacks=[Start()])
+    run.test(model, loader(batches(1, None)), verbose=False)
+    run.fit(model, loader(batches(2, None)))
+    assert same(seen[0], network().parameters())
+    # What is loaded between two runs counts.
+    other, plugin = Model(), GradscalePrecision("fp16-master")
+    run = trainer(plugin, callbacks=[Start()])
+    run.test(other, loader(batches(1, None)), verbose=False)
+    other.load_state_dict({name: value + 1 for name, value in other.state_dict().items()})
+    run.fit(other, loader(batches(2, None)))
+    cast = [value.half() + 1 if value.dim() > 1 else None for value in network().parameters()]
+    assert all(a is None or torch.equal(a.float(), b) for a, b in zip(cast, seen[1], strict=True))
+
+
+def test_model_of_another_format_is_refused() -> None:
+    model = Model()
+    trainer(GradscalePrecision("fp16-master")).fit(model, loader(batches(1, None)))
+    with pytest.raises(SettingError, match=r"has been cast to torch.float16, and the mode is 'bf16-"):
+        trainer(GradscalePrecision("bf16-master")).fit(model, loader(batches(1, None)))
+    trainer(GradscalePrecision("fp16-master")).fit(model, loader(batches(1, None)))
+
+
+# Schedulers.
+
+
+def test_scheduler_of_epochs_moves_unless_all_of_an_epoch_was_skipped() -> None:
+    good, bad = Model(interval="epoch"), Model(interval="epoch")
+    trainer(GradscalePrecision(), max_epochs=2).fit(good, loader(batches(2, 1)))
+    assert good.rates == [0.01, 0.005, 0.005, 0.0025]  # although the last step was skipped
+    trainer(GradscalePrecision(), max_epochs=2).fit(bad, loader(batches(1, 0)))
+    assert bad.rates == [0.01, 0.01]
+
+
+class Later:
+    """An outcome that is still on the device until it is read."""
+
+    def __init__(self, applied: bool) -> None:
+        self._applied, self.read = applied, False
+
+    def ready(self) -> bool:
+        return self.read
+
+    @property
+    def applied(self) -> bool:
+        self.read = True
+        return self._applied
+
+
+def scheduler() -> tuple[Any, Any]:
+    """A scheduler, and the one that follows applied steps."""
+    optimizer = SGD([nn.Parameter(torch.ones(()))], lr=1.0)
+    inner = StepLR(optimizer, 1, 0.5)
+    optimizer.step()
+    return inner, FollowingScheduler(inner)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_scheduler_does_not_wait_for_the_device(applied: bool) -> None:
+    inner, ours = scheduler()
+    outcome = Later(applied)
+    ours.note(outcome)
+    ours.step()
+    assert not outcome.read
+    assert inner.last_epoch == 0
+    ours.settle()
+    assert inner.last_epoch == applied
+    ours.settle()
+    assert inner.last_epoch == applied
+    ours.note(Later(True))
+    ours.step()
+    assert ours.last_epoch == applied + 1  # reading waits
+    ours.note(Later(True))
+    ours.step()
+    assert ours.state_dict()["last_epoch"] == applied + 2
+
+
+def test_scheduler_is_called_once_for_several_steps_of_which_one_was_applied() -> None:
+    inner, ours = scheduler()
+    for applied in (False, True, False):
+        ours.note(Later(applied))
+        ours.settle()
+    ours.note(last := Later(False))
+    ours.step()
+    assert (inner.last_epoch, last.read) == (1, False)  # known already
+    for _ in range(2):
+        ours.note(Later(False))
+        ours.step()
+        ours.settle()
+    assert inner.last_epoch == 1
+    ours.step()  # without a step of the optimizer: what the user wants
+    assert inner.last_epoch == 2
+    ours.note(Later(False))
+    ours.step()
+    ours.step()
+    assert inner.last_epoch == 3
+
+
+def test_following_scheduler_passes_for_the_scheduler() -> None:
+    inner, ours = scheduler()
+    assert isinstance(ours, LRScheduler)
+    assert not isinstance(ours, ReduceLROnPlateau)
+    assert ours.get_last_lr() == [1.0]
+    ours.step()
+    assert copy.deepcopy(ours).last_epoch == inner.last_epoch == 1
+
+
+# What is refused, and what is left out.
+
+
+def test_step_without_a_loss_is_left_out() -> None:
+    class Sometimes(Model):
+        def training_step(self, batch: Tensor) -> Any:
+            return None if self.trainer.global_step == 1 else loss_of(self.net, batch)
+
+    model, plugin = Sometimes(), GradscalePrecision()
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        trainer(plugin, gradient_clip_val=1.0).fit(model, loader(batches(3, None)))
+    net = network()
+    optimizer = runs.adamw(net.parameters(), "foreach")
+    mp = MixedPrecision(net, optimizer, "fp16")
+    schedule = StepLR(optimizer, 1, 0.5)
+    for number, batch in enumerate(batches(3, None)):
+        if number != 1:
+            with mp.autocast():
+                loss = loss_of(net, batch)
+            mp.backward(loss)
+            mp.step(clip_norm=1.0)
+        schedule.step()  # as Lightning does, without a step too
+    assert same(model.parameters(), net.parameters())
+
+
+def test_lbfgs_is_refused() -> None:
+    class Quasi(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(SettingError, match="LBFGS evaluates the loss many times"):
+        trainer(GradscalePrecision()).fit(Quasi(), loader(batches(1, None)))
+
+
+def test_weight_in_two_optimizers_is_refused_with_masters() -> None:
+    class Twice(Pair):
+        def configure_optimizers(self) -> Any:
+            return [runs.adamw(self.parameters(), "foreach") for _ in range(2)]
+
+    with pytest.raises(SettingError, match="A parameter is in two optimizers"):
+        trainer(GradscalePrecision("fp16-master")).fit(Twice("foreach", True), loader(batches()))
+
+
+def test_modes() -> None:
+    with pytest.raises(SettingError, match="mode must be one of fp32, bf16, .*got '16-true'"):
+        GradscalePrecision("16-true")
+    assert GradscalePrecision("fp16-pure").precision == "16-true"
+    plugin = GradscalePrecision("16-mixed", policy=gs.Static(init_scale=8.0), on_stuck="raise")
+    assert trainer(plugin).precision == "16-mixed"
+    assert plugin.scaler.get_scale() == 8.0
+    with pytest.raises(ValueError, match="Choose one"):
+        trainer(plugin, precision="16-mixed")
+
+
+def test_model_is_named() -> None:
+    model, plugin = Model(), GradscalePrecision()
+    trainer(plugin).fit(model, loader(batches(1, 0)))
+    names = {culprit.name for culprit in plugin.scaler.outcome().culprits()}
+    assert "net.0.weight" in names
+    assert [event for _, _, event in plugin.scaler.history] == ["skip"]
