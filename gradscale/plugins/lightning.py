@@ -27,6 +27,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradscale.errors import CallOrderError, SettingError, StateError
+from gradscale.plugins.scheduler import FollowingScheduler
 from gradscale.policy import Policy
 from gradscale.torch.mixed_precision.casting import CastForward, Keep, cast_tensors, device_of
 from gradscale.torch.mixed_precision.conversion import (
@@ -42,7 +43,6 @@ from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, rou
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.step.entries import UNSCALED
 from gradscale.torch.telemetry.names import bare
-from gradscale.torch.telemetry.outcome import StepOutcome
 
 _MODES = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 """Lightning's names of some modes."""
@@ -147,7 +147,7 @@ class GradscalePrecision(Precision):
         self._name_models()
         for config in lr_schedulers:
             if type(config.scheduler) is not FollowingScheduler:
-                config.scheduler = FollowingScheduler(config.scheduler)
+                config.scheduler = FollowingScheduler(config.scheduler, self.scaler)
         self._schedulers = [config.scheduler for config in lr_schedulers]
         return model, optimizers, lr_schedulers
 
@@ -243,15 +243,14 @@ class GradscalePrecision(Precision):
             self._name_models()
             self.watch(optimizer)
             return self._step(optimizer, closure, kwargs, {})
+        if not optimizer.param_groups:  # configure_optimizers() returned None
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise SettingError(
                 "LBFGS evaluates the loss many times in a step, and GradscalePrecision takes one "
                 "backward pass. Use another optimizer, or Fabric, or MixedPrecision.step(closure=)."
             )
         result = closure()
-        # What became of the last step is known by now, as a rule, and this one needs the rates.
-        for scheduler in self._schedulers:
-            scheduler.settle()
         if result is None and model.automatic_optimization:
             # training_step returned None: there was no backward pass, and there is no step.
             self._run_hooks(model, optimizer)
@@ -264,7 +263,7 @@ class GradscalePrecision(Precision):
             self._step(optimizer, None, {}, self._run_hooks(model, optimizer))
         for scheduler in self._schedulers:
             if scheduler.followed is optimizer:
-                scheduler.note(self.scaler.outcome(optimizer))
+                scheduler.note()
         return result
 
     def _run_hooks(self, model: LightningModule, optimizer: Any) -> dict[str, Any]:
@@ -354,68 +353,10 @@ class GradscalePrecision(Precision):
 
     def teardown(self) -> None:
         """Delivers events, steps schedulers that are due, and moves masters to their weights."""
-        for scheduler in self._schedulers:
-            scheduler.settle()
         self.scaler.flush()
         for _, masters in self._known:
             if masters is not None:
                 masters.store.follow_weights()
-
-
-class FollowingScheduler:
-    """A scheduler whose `step()` is left out if its optimizer has skipped every step since.
-
-    Since the last call, that is. Where the device has not come so far, the call is put off until
-    the next step of the optimizer, or until something of the scheduler is read.
-
-    Args:
-        scheduler: What is stepped, and has everything else.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        self.followed = scheduler.optimizer
-        self._applied: bool | None = None
-        """Whether a step was applied since the last call; None: there was none."""
-        self._outcome: StepOutcome | None = None
-        """Of the last step, where it has not been read."""
-        self._due: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """The arguments of a call that was put off."""
-
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
-        """That of the scheduler, for `isinstance`."""
-        return type(self._scheduler)
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of the scheduler; **waits for the device** if a call was put off."""
-        if "_scheduler" not in vars(self):  # a copy that has not got anything yet
-            raise AttributeError(name)
-        self.settle()
-        return getattr(self._scheduler, name)
-
-    def note(self, outcome: StepOutcome) -> None:
-        """Takes down what became of a step of the optimizer."""
-        self._outcome = outcome
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps the scheduler, unless every step since the last call was skipped."""
-        if self._due is not None:
-            self.settle()
-        self._due = args, kwargs
-        if self._outcome is None or self._applied or self._outcome.ready():
-            self.settle()
-
-    def settle(self) -> None:
-        """Carries out a call that was put off; **waits for the device** if there is one."""
-        if self._outcome is not None:
-            self._applied = bool(self._applied) or bool(self._outcome.applied)
-            self._outcome = None
-        if self._due is not None:
-            (args, kwargs), applied = self._due, self._applied
-            self._due = self._applied = None
-            if applied is not False:
-                self._scheduler.step(*args, **kwargs)
 
 
 def _inner(optimizer: Any) -> Any:

