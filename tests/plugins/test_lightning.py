@@ -19,15 +19,24 @@ import lightning_runs as runs
 from gradscale.errors import SettingError, StateError
 from gradscale.plugins.lightning import GradscalePrecision
 from gradscale.torch import GradScaler, MixedPrecision
-from lightning_runs import Model, batches, bits, loader, loss_of, network, same, trainer
+from lightning_runs import (
+    POLICY,
+    Model,
+    batches,
+    bits,
+    by_hand,
+    by_trainer,
+    loader,
+    loss_of,
+    network,
+    same,
+    trainer,
+)
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in runs.THEIR_WARNINGS]
 
-POLICY = gs.Dynamic(init_scale=2.0**18, backoff_factor=2.0**-4, growth_interval=2)
-"""Begins with overflows in the float16 backward pass, and grows into further ones."""
 MODES = ["16-mixed", "bf16-mixed", "fp16-master", "bf16-master", "fp16-pure"]
-OURS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
 class Watcher(Callback):
@@ -41,63 +50,17 @@ class Watcher(Callback):
         self.norms.append(float(torch.stack([grad.float().norm() for grad in grads]).norm()))
 
 
-def by_hand(mode: str, kind: str, accumulate: int = 1, **limits: float) -> tuple[Any, ...]:
-    """Weights, masters' weights, rates and verdicts of `Model` in a loop with our own calls."""
-    net = network()
-    optimizer = runs.adamw(net.parameters(), kind)
-    policy = POLICY if "16" in mode and "bf" not in mode else None
-    mp = MixedPrecision(net, optimizer, OURS.get(mode, mode), policy=policy)
-    scheduler = StepLR(optimizer, 1, 0.5)
-    rates, verdicts = [], []
-    for number, batch in enumerate(batches()):
-        with mp.autocast():
-            loss = loss_of(net, batch) / accumulate
-        mp.backward(loss)
-        if (number + 1) % accumulate == 0:
-            outcome = mp.step(**limits)
-            verdicts.append(outcome.verdict())
-            if outcome.applied:
-                scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    exact = mp.float32_model_state().values()
-    return bits(net.parameters()), bits(exact), rates, verdicts, mp.scaler.get_scale()
-
-
-def by_trainer(mode: str, kind: str, watch: bool, **settings: Any) -> tuple[Any, ...]:
-    """The same of a Trainer with the plugin."""
-    policy = POLICY if "16" in mode and "bf" not in mode else None
-    plugin = GradscalePrecision(mode, policy=policy)
-    verdicts: list[str] = []
-
-    class Collector(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step > len(verdicts):
-                verdicts.append(plugin.scaler.outcome().verdict())
-
-    model = Model(kind)
-    callbacks: list[Any] = [Collector(), *([Watcher()] if watch else [])]
-    trainer(plugin, callbacks=callbacks, **settings).fit(model, loader(batches()))
-    exact = plugin.float32_model_state(model.net).values()
-    scale = plugin.scaler.get_scale()
-    return bits(model.parameters()), bits(exact), model.rates, verdicts, scale
-
-
-def agree(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    """Whether two runs ended alike."""
-    return same(ours[0], theirs[0]) and same(ours[1], theirs[1]) and ours[2:] == theirs[2:]
-
-
 @pytest.mark.parametrize("kind", ["foreach", "fused", "own"])
 @pytest.mark.parametrize("mode", MODES)
 def test_run_is_that_of_a_loop_by_hand(mode: str, kind: str) -> None:
-    ours, theirs = by_trainer(mode, kind, watch=False), by_hand(mode, kind)
-    assert agree(ours, theirs)
-    assert "loss not finite" in ours[3]
-    assert ours[3].count("applied") >= 2
+    ours = by_trainer(mode, kind)
+    assert ours.agrees(by_hand(mode, kind))
+    assert "loss not finite" in ours.verdicts
+    assert ours.verdicts.count("applied") >= 2
     # A skipped step has moved no scheduler: the rate is halved once for every applied one.
-    assert ours[2][-1] == 1e-2 * 0.5 ** ours[3].count("applied")
+    assert ours.rates[-1] == 1e-2 * 0.5 ** ours.verdicts.count("applied")
     if mode == "16-mixed":
-        assert "scale too high" in ours[3]
+        assert "scale too high" in ours.verdicts
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
@@ -110,16 +73,14 @@ def test_clipping_and_accumulation(
     ours = by_trainer(
         mode,
         kind,
-        watch=False,
         gradient_clip_val=limit,
         gradient_clip_algorithm=algorithm,
         accumulate_grad_batches=accumulate,
     )
     limits = {f"clip_{algorithm}": limit}
-    theirs = by_hand(mode, kind, accumulate, **limits)
-    assert agree(ours, theirs)
-    assert len(ours[3]) == 8 // accumulate
-    assert not agree(ours, by_hand(mode, kind, accumulate))  # it does clip
+    assert ours.agrees(by_hand(mode, kind, accumulate, **limits))
+    assert len(ours.verdicts) == 8 // accumulate
+    assert not ours.agrees(by_hand(mode, kind, accumulate))  # it does clip
 
 
 def torch_loop(kind: str, algorithm: str, limit: float) -> tuple[list[Tensor], list[float]]:
@@ -203,7 +164,7 @@ def pair_by_hand(mode: str, kind: str, joint: bool) -> tuple[list[Tensor], list[
     """Weights and verdicts of `Pair` in torch's loop."""
     net, other = network(), network()
     first, second = (runs.adamw(each.parameters(), kind) for each in (net, other))
-    mp = MixedPrecision([net, other], [first, second], OURS.get(mode, mode), policy=POLICY)
+    mp = MixedPrecision([net, other], [first, second], runs.OURS.get(mode, mode), policy=POLICY)
     scaler, verdicts = mp.scaler, []
     slow, fast = StepLR(first, 1, 0.5), StepLR(second, 1, 0.5)
 

@@ -24,9 +24,6 @@ from lightning_runs import batches, bits, loss_of, network, same
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in runs.THEIR_WARNINGS]
 
-POLICY = gs.Dynamic(init_scale=2.0**18, backoff_factor=2.0**-4, growth_interval=2)
-OURS = {"16-mixed": "fp16"}
-
 
 def fabric(plugin: GradscalePrecision) -> Fabric:
     """Fabric on the CPU."""
@@ -45,7 +42,7 @@ def clip(run: Fabric, model: Any, optimizer: Any, how: str) -> None:
 @pytest.mark.parametrize("how", ["", "norm", "value"])
 @pytest.mark.parametrize("mode", ["16-mixed", "fp16-master"])
 def test_run_is_that_of_a_loop_by_hand(mode: str, how: str, kind: str) -> None:
-    plugin = GradscalePrecision(mode, policy=POLICY)
+    plugin = GradscalePrecision(mode, policy=runs.POLICY)
     run, net = fabric(plugin), network()
     scheduler = StepLR(optimizer := runs.adamw(net.parameters(), kind), 1, 0.5)
     model, optimizer = run.setup(net, optimizer)
@@ -61,7 +58,7 @@ def test_run_is_that_of_a_loop_by_hand(mode: str, how: str, kind: str) -> None:
 
     other = network()
     theirs = runs.adamw(other.parameters(), kind)
-    mp = MixedPrecision(other, theirs, OURS.get(mode, mode), policy=POLICY)
+    mp = MixedPrecision(other, theirs, runs.OURS.get(mode, mode), policy=runs.POLICY)
     schedule, expected = StepLR(theirs, 1, 0.5), []
     for batch in batches():
         theirs.zero_grad()
@@ -91,7 +88,7 @@ def test_run_is_that_of_a_loop_by_hand(mode: str, how: str, kind: str) -> None:
 @pytest.mark.parametrize("mode", ["16-mixed", "fp16-master", "fp16-pure"])
 def test_resumed_run_is_the_whole_one(mode: str, kind: str, tmp_path: Path) -> None:
     def train(data: Any, saved: Path | None = None, to: Path | None = None) -> tuple[Any, Any]:
-        plugin = GradscalePrecision(mode, policy=POLICY)
+        plugin = GradscalePrecision(mode, policy=runs.POLICY)
         run, net = fabric(plugin), network()
         model, optimizer = run.setup(net, runs.adamw(net.parameters(), kind))
         state = {"model": model, "optimizer": optimizer, "precision": plugin}

@@ -23,13 +23,11 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
-import gradscale as gs
 import lightning_runs as runs
 from gradscale.plugins.lightning import GradscalePrecision
 from lightning_runs import Model, bits, loader, loss_of, network, same, trainer
 from ranks import everyone, on_ranks, run_check
 
-POLICY = gs.Dynamic(init_scale=2.0**18, backoff_factor=2.0**-4, growth_interval=2)
 KINDS = ["foreach", "fused"]
 
 
@@ -103,7 +101,7 @@ def check_outcome(verdicts: list[str], rates: list[float]) -> None:
 def check_ddp() -> None:
     runs.ignore_their_warnings()
     for mode, kind in itertools.product(["16-mixed", "fp16-master"], KINDS):
-        plugin, model = GradscalePrecision(mode, policy=POLICY), Model(kind)
+        plugin, model = GradscalePrecision(mode, policy=runs.POLICY), Model(kind)
         verdicts = verdicts_of(model, plugin)
         strategy = DDPStrategy(cluster_environment=OurRanks(), process_group_backend="gloo")
         trainer(plugin, strategy=strategy, devices=2).fit(model, loader(data()))
@@ -115,7 +113,7 @@ def check_ddp() -> None:
 
 def check_ddp_accumulates() -> None:
     runs.ignore_their_warnings()
-    plugin, model = GradscalePrecision("16-mixed", policy=POLICY), Model("fused")
+    plugin, model = GradscalePrecision("16-mixed", policy=runs.POLICY), Model("fused")
     strategy = DDPStrategy(cluster_environment=OurRanks(), process_group_backend="gloo")
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     trainer(plugin, strategy=strategy, devices=2, **settings).fit(model, loader(data()))
@@ -133,7 +131,7 @@ def check_fsdp2() -> None:
             strategy = ModelParallelStrategy(
                 data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
             )
-            plugin, model = GradscalePrecision("16-mixed", policy=POLICY), Sharded(kind)
+            plugin, model = GradscalePrecision("16-mixed", policy=runs.POLICY), Sharded(kind)
             verdicts = verdicts_of(model, plugin)
             run = trainer([plugin, OurRanks()], strategy=strategy, devices=2, max_epochs=epochs)
             run.fit(model, loader(data()), ckpt_path=saved)
@@ -149,7 +147,12 @@ def check_fsdp2() -> None:
 def check_fabric() -> None:
     runs.ignore_their_warnings()
     for mode, kind in (("16-mixed", "fused"), ("fp16-master", "foreach")):
-        plugin, net, verdicts, rates = GradscalePrecision(mode, policy=POLICY), network(), [], []
+        plugin, net, verdicts, rates = (
+            GradscalePrecision(mode, policy=runs.POLICY),
+            network(),
+            [],
+            [],
+        )
         run = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[plugin, OurRanks()])
         run.launch()
         model, optimizer = run.setup(net, inner := runs.adamw(net.parameters(), kind))

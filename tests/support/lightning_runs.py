@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
+import gradscale as gs
+from gradscale.plugins.lightning import GradscalePrecision
+from gradscale.torch import MixedPrecision
 from gradscale.torch.optim import AdamW as OwnAdamW
+
+POLICY = gs.Dynamic(init_scale=2.0**18, backoff_factor=2.0**-4, growth_interval=2)
+"""Begins with overflows in the float16 backward pass, and grows into further ones."""
+OURS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+"""Our names of Lightning's modes."""
 
 THEIR_WARNINGS = [
     # Lightning 2.6 builds torch's LeafSpec, which torch 2.13 deprecates.
@@ -104,7 +112,7 @@ def loader(data: Tensor) -> DataLoader[Tensor]:
 
 def bits(values: Any) -> list[Tensor]:
     """Copies of tensors, to compare."""
-    return [value.detach().clone() for value in values]
+    return [value.detach().cpu().clone() for value in values]
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -114,3 +122,71 @@ def same(ours: Any, theirs: Any) -> bool:
         a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+class Run(NamedTuple):
+    """How a run ended."""
+
+    weights: list[Tensor]
+    exact: list[Tensor]
+    """The weights in float32, with masters in their place."""
+    rates: list[float]
+    """The learning rate after every batch."""
+    verdicts: list[str]
+    """What became of every step."""
+    scale: float
+
+    def agrees(self, other: Run) -> bool:
+        """Whether another run ended alike, to the bit."""
+        tensors = same(self.weights, other.weights) and same(self.exact, other.exact)
+        return tensors and self[2:] == other[2:]
+
+
+def policy_of(mode: str) -> gs.Policy | None:
+    """`POLICY` in float16, else that of the mode."""
+    return None if mode.startswith("bf16") else POLICY
+
+
+def by_hand(mode: str, kind: str, accumulate: int = 1, device: str = "cpu", **limits: float) -> Run:
+    """A run of `Model` in a loop of our own calls."""
+    net = network().to(device)
+    optimizer = adamw(net.parameters(), kind)
+    mp = MixedPrecision(net, optimizer, OURS.get(mode, mode), policy=policy_of(mode))
+    scheduler = StepLR(optimizer, 1, 0.5)
+    rates, verdicts = [], []
+    for number, batch in enumerate(batches().to(device)):
+        with mp.autocast():
+            loss = loss_of(net, batch) / accumulate
+        mp.backward(loss)
+        if (number + 1) % accumulate == 0:
+            outcome = mp.step(**limits)
+            verdicts.append(outcome.verdict())
+            if outcome.applied:
+                scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    exact = mp.float32_model_state().values()
+    return Run(bits(net.parameters()), bits(exact), rates, verdicts, mp.scaler.get_scale())
+
+
+class Verdicts(Callback):
+    """Collects what became of every step, and waits for the device to do so."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step > len(self.all):
+            self.all.append(trainer.precision_plugin.scaler.outcome().verdict())
+
+
+def by_trainer(mode: str, kind: str, **settings: Any) -> Run:
+    """A run of `Model` by a Trainer with the plugin."""
+    plugin, verdicts, model = (
+        GradscalePrecision(mode, policy=policy_of(mode)),
+        Verdicts(),
+        Model(kind),
+    )
+    trainer(plugin, callbacks=[verdicts], **settings).fit(model, loader(batches()))
+    exact = plugin.float32_model_state(model.net).values()
+    scale = plugin.scaler.get_scale()
+    return Run(bits(model.parameters()), bits(exact), model.rates, verdicts.all, scale)
