@@ -87,6 +87,8 @@ TORCH_RULES: dict[str, Set[str]] = {
     "compile": {"grads", "telemetry"},
     "step": {"grads", "state", "distributed", "telemetry"},
     "torch_names": {"grads", "step"},
+    # torch's sharded class becomes ours, which is above the scaler: imported when one is given.
+    "torch_scaler": {"distributed.fsdp_scaler"},
     "scaler": {
         "saved_state",
         "state",
@@ -95,6 +97,7 @@ TORCH_RULES: dict[str, Set[str]] = {
         "telemetry",
         "compile",
         "torch_names",
+        "torch_scaler",
     },
     # torch's class of the same name is one of FSDP, and this one is a scaler.
     "distributed.fsdp_scaler": {"scaler", "distributed"},
@@ -103,6 +106,8 @@ TORCH_RULES: dict[str, Set[str]] = {
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
     "blocks": {"grads"},
     "checkpoint": {"scaler", "step"},
+    "stand_ins": {"scaler", "distributed.fsdp_scaler"},
+    "replacement": {"stand_ins"},
 }
 
 
