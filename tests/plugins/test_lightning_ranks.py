@@ -18,6 +18,7 @@ pytest.importorskip("lightning")
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -168,6 +169,36 @@ def check_fabric() -> None:
         assert same(*everyone(bits(net.parameters())))
 
 
-@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp ddp_accumulates fsdp2 fabric"))
+def check_fabric_fsdp2() -> None:
+    runs.ignore_their_warnings()
+    plugin = GradscalePrecision("16-mixed", policy=runs.POLICY)
+    strategy = FabricModelParallel(
+        lambda net, mesh: fully_shard(net, mesh=mesh["data_parallel"]),
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        process_group_backend="gloo",
+    )
+    run = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin, OurRanks()])
+    run.launch()
+    model = run.setup(network())
+    optimizer = run.setup_optimizers(inner := runs.adamw(model.parameters(), "fused"))
+    plugin.scaler.follow(StepLR(inner, 1, 0.5))
+    verdicts, rates, culprits = [], [], set()
+    for batch in data():
+        optimizer.zero_grad()
+        run.backward(loss_of(model, batch))
+        run.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+        plugin.scaler.flush()
+        verdicts.append(plugin.scaler.outcome().verdict())
+        culprits |= {each.name for each in plugin.scaler.outcome().culprits()}
+        rates.append(inner.param_groups[0]["lr"])
+    check_outcome(verdicts, rates)
+    assert "0.weight" in culprits  # named after it was sharded
+
+
+@pytest.mark.parametrize(
+    ("check", "world"), on_ranks(2, "ddp ddp_accumulates fsdp2 fabric fabric_fsdp2")
+)
 def test_ranks(check: str, world: int, tmp_path: Path) -> None:
     run_check(__file__, check, world, tmp_path)
