@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradscale.compat.apex.functions import cast_all
-from gradscale.compat.apex.options import HALVES, Options
+from gradscale.compat.apex.options import HALVES, Options, warn_or_refuse
 from gradscale.compat.apex.session import SESSION
 from gradscale.errors import SettingError
 from gradscale.torch.mixed_precision.casting import CastForward, cast, device_of, put_around
@@ -46,6 +46,7 @@ _forward = partial(CastForward, cast=_cast, context=_autocast_unless_disabled)
 
 def check(models: list[Any]) -> None:
     """A SettingError if `amp` cannot take one of `models`; nothing was changed."""
+    halves = () if SESSION.allow_incoming_model_not_fp32 else HALVES
     for model in models:
         if not isinstance(model, nn.Module):
             raise SettingError(
@@ -57,10 +58,11 @@ def check(models: list[Any]) -> None:
                 "amp.initialize() returns."
             )
         for name, param in model.named_parameters():
-            if param.dtype in HALVES:
-                raise SettingError(
+            if param.dtype in halves:
+                warn_or_refuse(
                     f"models must have float32 weights, got {name!r} in {param.dtype}. Leave out "
-                    "half() and call amp.initialize() once: it casts what the opt_level wants cast."
+                    "half() and call amp.initialize() once: it casts what opt_level wants cast.",
+                    SESSION.hard_override,
                 )
 
 
