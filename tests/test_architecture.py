@@ -393,6 +393,8 @@ FAULTS = [
     (forbidden_imports, "policy", "if TYPE_CHECKING:\n    import torch", "import torch"),
     (forbidden_imports, "demo.train", "import numpy", "import numpy"),
     (forbidden_imports, "torch.scaler", "from gradscale.demo import train", "gradscale.demo.train"),
+    (forbidden_imports, "torch.scaler", "import gradscale.plugins", "gradscale.plugins"),
+    (forbidden_imports, "compat.apex", "import gradscale.plugins", "gradscale.plugins"),
     (forbidden_imports, "novelty", "import math", "no row"),
     (
         forbidden_inside_torch,
@@ -448,6 +450,7 @@ def test_check_passes_a_clean_module(check: Callable[[Module], list[str]]) -> No
         ("torch.grads.triton", "import triton"),
         ("cli", "def demo():\n    import gradscale.torch\n    print('ok')"),
         ("cli.commands", "if TYPE_CHECKING:\n    from gradscale.demo.train import Trace"),
+        ("plugins.lightning", "import lightning\nfrom gradscale.torch.scaler import GradScaler"),
         ("demo.picture", "import matplotlib\nfrom gradscale.torch import GradScaler"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
-from gradscale.policy import Dynamic, Headroom, Off, Policy, Static, as_policy
+from gradscale.policy import Policy
 from gradscale.torch.mixed_precision import state
 from gradscale.torch.mixed_precision.accumulation import Accumulation
 from gradscale.torch.mixed_precision.casting import Keep, device_of
 from gradscale.torch.mixed_precision.conversion import convert, masters_of, trained
-from gradscale.torch.mixed_precision.modes import mode_named
+from gradscale.torch.mixed_precision.modes import mode_named, policy_for
 from gradscale.torch.mixed_precision.pretrained import Embeddings
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.step.apply import check_limits
@@ -85,12 +84,7 @@ class MixedPrecision:
         self.optimizers = as_optimizers(optimizer, "MixedPrecision")
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
             raise SettingError("MixedPrecision takes one or more models, got none or another.")
-        if policy is None:
-            half = self.mode.passes == "float16"
-            policy = Headroom() if half else Static(init_scale=1.0)
-        policy = as_policy(policy)
-        if not isinstance(policy, Static | Off | Dynamic):  # all others have a format
-            policy = replace(policy, format=self.mode.passes)
+        policy = policy_for(self.mode, policy)
         self._device = device_of(self.models[0]).type
         self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
@@ -363,7 +357,8 @@ class MixedPrecision:
             raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
         if model is not None and all(model is not each for each in self.models):
             raise SettingError("model must be one that MixedPrecision was made with.")
-        return state.float32_state(self, self.models[0] if model is None else model)
+        chosen = self.models[0] if model is None else model
+        return state.float32_state(chosen, self.optimizers, self._masters)
 
     @contextmanager
     def float32_weights(self) -> Iterator[None]:
@@ -377,7 +372,7 @@ class MixedPrecision:
         """
         with ExitStack() as stack:
             for model in self.models:
-                stack.enter_context(state.in_float32(self, model))
+                stack.enter_context(state.in_float32(model, self.optimizers, self._masters))
             yield
 
     def __getstate__(self) -> dict[str, Any]:

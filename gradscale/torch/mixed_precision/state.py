@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradscale.errors import StateError
 from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, master_of, rounded
 from gradscale.torch.telemetry.names import bare
 
 if TYPE_CHECKING:
+    from gradscale.torch.mixed_precision.masters import Masters
     from gradscale.torch.mixed_precision.mixed import MixedPrecision
 
 VERSION = 1
@@ -115,15 +117,20 @@ def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def float32_state(mp: MixedPrecision, model: nn.Module) -> dict[str, Any]:
+def float32_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> dict[str, Any]:
     """The `state_dict()` of a model in float32, with masters for weights; tied ones are one."""
     values = bare(model).state_dict(keep_vars=True)
-    wide = _in_float32(mp, [value for value in values.values() if isinstance(value, Tensor)])
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    wide = _in_float32(tensors, optimizers, masters)
     return {name: wide.get(id(value), value) for name, value in values.items()}
 
 
 @contextmanager
-def in_float32(mp: MixedPrecision, model: nn.Module) -> Iterator[None]:
+def in_float32(
+    model: nn.Module, optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> Iterator[None]:
     """Within, `model` has float32 parameters in the places of its half ones."""
     # Not by `.data`: DDP's hooks are on the old parameters, and would be lost.
     places = [
@@ -132,7 +139,7 @@ def in_float32(mp: MixedPrecision, model: nn.Module) -> Iterator[None]:
         for name, param in module._parameters.items()
         if param is not None and param.dtype in HALF_DTYPES
     ]
-    wide = _in_float32(mp, [param for _, _, param in places])
+    wide = _in_float32([param for _, _, param in places], optimizers, masters)
     shown = {
         id(param): nn.Parameter(wide[id(param)], requires_grad=param.requires_grad)
         for _, _, param in places
@@ -146,11 +153,13 @@ def in_float32(mp: MixedPrecision, model: nn.Module) -> Iterator[None]:
             params[name] = param
 
 
-def _in_float32(mp: MixedPrecision, values: list[Tensor]) -> dict[int, Tensor]:
+def _in_float32(
+    values: list[Tensor], optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> dict[int, Tensor]:
     """Copies of `values` by their ids, with masters for half weights that have one."""
     owners = {
         id(param): (optimizer, own)
-        for optimizer, own in zip(mp.optimizers, mp._masters, strict=True)
+        for optimizer, own in zip(optimizers, masters, strict=True)
         for group in optimizer.param_groups
         for param in group["params"]
     }
