@@ -88,6 +88,8 @@ TORCH_RULES: dict[str, Set[str]] = {
     "compile": {"features", "grads", "telemetry"},
     "step": {"grads", "state", "distributed", "telemetry"},
     "torch_names": {"grads", "step"},
+    # torch's sharded class becomes ours, which is above the scaler: imported when one is given.
+    "torch_scaler": {"distributed.fsdp_scaler"},
     "scaler": {
         "saved_state",
         "state",
@@ -96,6 +98,7 @@ TORCH_RULES: dict[str, Set[str]] = {
         "telemetry",
         "compile",
         "torch_names",
+        "torch_scaler",
     },
     # torch's class of the same name is one of FSDP, and this one is a scaler.
     "distributed.fsdp_scaler": {"scaler", "distributed"},
@@ -104,6 +107,8 @@ TORCH_RULES: dict[str, Set[str]] = {
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
     "blocks": {"features", "grads"},
     "checkpoint": {"scaler", "step"},
+    "stand_ins": {"scaler", "distributed.fsdp_scaler"},
+    "replacement": {"stand_ins"},
 }
 
 
@@ -389,6 +394,8 @@ FAULTS = [
     (forbidden_imports, "policy", "if TYPE_CHECKING:\n    import torch", "import torch"),
     (forbidden_imports, "demo.train", "import numpy", "import numpy"),
     (forbidden_imports, "torch.scaler", "from gradscale.demo import train", "gradscale.demo.train"),
+    (forbidden_imports, "torch.scaler", "import gradscale.plugins", "gradscale.plugins"),
+    (forbidden_imports, "compat.apex", "import gradscale.plugins", "gradscale.plugins"),
     (forbidden_imports, "novelty", "import math", "no row"),
     (
         forbidden_inside_torch,
@@ -444,6 +451,7 @@ def test_check_passes_a_clean_module(check: Callable[[Module], list[str]]) -> No
         ("torch.grads.triton", "import triton"),
         ("cli", "def demo():\n    import gradscale.torch\n    print('ok')"),
         ("cli.commands", "if TYPE_CHECKING:\n    from gradscale.demo.train import Trace"),
+        ("plugins.lightning", "import lightning\nfrom gradscale.torch.scaler import GradScaler"),
         ("demo.picture", "import matplotlib\nfrom gradscale.torch import GradScaler"),
     ],
 )

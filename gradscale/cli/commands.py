@@ -191,7 +191,7 @@ def simulate(
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print versions, installed frameworks, the code path in use, and missing packages."""
+    """Print versions, frameworks, which devices use kernels and why, and missing packages."""
     facts = gather()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -205,8 +205,12 @@ def info(
         version = "broken" if found["error"] else found["version"] or "not installed"
         table.add_row(name, escape(version), escape(found["use"]))
     console.print(table)
-    console.print(f"\npath: {facts['path']['name']} ({facts['path']['why']})")
-    console.print(f"CUDA devices: {escape(', '.join(facts['cuda_devices'])) or 'none'}")
+    console.print(escape(f"\npath: {facts['path']['name']} ({facts['path']['why']})"))
+    if facts["devices"]:
+        table = Table("device", "name", "path", "why")
+        for found in facts["devices"]:
+            table.add_row(*(escape(found[key]) for key in ("device", "name", "path", "why")))
+        console.print(table)
     for extra, names in facts["missing"].items():
         lacks = f'lacks {", ".join(names)}: pip install "gradscale[{extra}]"'
         console.print(escape(f"extra {extra}: {lacks if names else 'complete'}"))

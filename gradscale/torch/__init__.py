@@ -10,6 +10,7 @@ from gradscale.torch.distributed.comm_hooks import average_in_float16
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
 from gradscale.torch.distributed.join import JoinableStep
 from gradscale.torch.mixed_precision import MixedPrecision
+from gradscale.torch.replacement import replace
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.telemetry.blame import Culprit
 from gradscale.torch.telemetry.outcome import StepOutcome
@@ -23,4 +24,5 @@ __all__ = [
     "ShardedGradScaler",
     "StepOutcome",
     "average_in_float16",
+    "replace",
 ]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.monitor import Event
 from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy, policy_or_settings
-from gradscale.torch import torch_names
+from gradscale.torch import torch_names, torch_scaler
 from gradscale.torch.compile import ops
 from gradscale.torch.compile.graph_breaks import outside
 from gradscale.torch.compile.handles import ScalerHandle
@@ -132,6 +132,8 @@ class GradScaler(torch.amp.GradScaler):
             underflow_every=underflow_every,
         )
         self._handle = ScalerHandle(self)
+
+    from_torch: Any = classmethod(torch_scaler.from_torch)
 
     # Losses.
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 import gradscale
+from gradscale.cli import commands
 from gradscale.cli import info as facts
 from gradscale.cli.commands import app
 
@@ -86,15 +88,27 @@ def test_version_is_printed_without_a_command() -> None:
 # info
 
 
-def test_info_tells_versions_path_and_what_is_missing() -> None:
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """The real report, found out once: it takes a process for each framework."""
+    return facts.gather()
+
+
+def test_info_tells_versions_path_and_what_is_missing(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "gather", lambda: report)
     result = invoke("info", columns=120)
     assert result.exit_code == 0, result.output
     assert f"gradscale {gradscale.__version__}" in result.output
-    for word in (*facts.FRAMEWORKS, "path: ", "CUDA devices: ", "extra torch: ", "extra report: "):
+    for word in (*facts.FRAMEWORKS, "path: ", "device", "cpu", "extra torch: ", "extra report: "):
         assert word in result.output
 
 
-def test_info_as_json_holds_the_same() -> None:
+def test_info_as_json_holds_the_same(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "gather", lambda: report)
     result = invoke("info", "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.output)
@@ -107,25 +121,83 @@ def test_info_as_json_holds_the_same() -> None:
     used = told["packages"]["triton"]["use"].startswith("used")
     assert used == (told["path"]["name"] == "triton")
     assert told["path"]["name"] == ("triton" if torch.cuda.is_available() else "reference")
+    *_, cpu = told["devices"]
+    assert cpu["device"] == "cpu"
+    assert (cpu["path"], cpu["why"]) == ("reference", "the kernels are for CUDA")
+    gpus = [found for found in told["devices"] if found["device"].startswith("cuda")]
+    assert [gpu["name"] for gpu in gpus] == told["cuda_devices"]
+    for index, gpu in enumerate(gpus):
+        assert gpu["device"] == f"cuda:{index}"
+        assert gpu["path"] == "triton", gpu
+        assert f"compute capability {gpu['capability']}, Triton" in gpu["why"]
+
+
+def device(name: str, path: str, why: str = "so it is") -> facts.Device:
+    return facts.Device(name, "a GPU", "7.0" if name.startswith("cuda") else None, path, why)
+
+
+GPU, OLD_GPU = device("cuda:0", "triton"), device("cuda:1", "reference", "a kernel fails (here)")
+CPU = device("cpu", "reference")
 
 
 @pytest.mark.parametrize(
-    ("packages", "use"),
+    ("torch", "triton", "devices", "path", "use"),
     [
-        ({"torch": ("2.13", ("a GPU",)), "triton": ("3.9", ())}, "used: kernels"),
-        ({"torch": ("2.13", ()), "triton": ("3.9", ())}, "not used: torch finds no CUDA device"),
-        ({"torch": (None, ()), "triton": ("3.9", ())}, "not used: gradscale.torch needs torch"),
-        ({"torch": ("2.13", ("a GPU",)), "triton": (None, ())}, "pip install triton"),
+        ("2.13", "3.9", [GPU, CPU], "triton", "used: kernels on cuda:0, torch operations else"),
+        ("2.13", "3.9", [GPU, OLD_GPU, CPU], "triton", "used: kernels on cuda:0, torch"),
+        ("2.13", "3.9", [OLD_GPU, CPU], "reference", "not used: a kernel fails (here)"),
+        ("2.13", "3.9", [CPU], "reference", "not used: torch finds no CUDA device"),
+        (None, "3.9", [], "none", "not used: gradscale.torch needs torch"),
+        ("2.13", None, [device("cuda:0", "reference"), CPU], "reference", "pip install triton"),
+        ("2.13", "3.9", [device("any", "unknown", "slow")], "unknown", "not used: slow"),
     ],
-    ids=["GPU", "no GPU", "no torch", "no Triton"],
+    ids=["GPU", "two GPUs", "old GPU", "no GPU", "no torch", "no Triton", "no answer"],
 )
 def test_info_says_whether_triton_is_used(
-    packages: dict[str, tuple[str | None, tuple[str, ...]]], use: str
+    torch: str | None, triton: str | None, devices: list[facts.Device], path: str, use: str
 ) -> None:
-    found = {name: facts.Package(name, v, devices=d) for name, (v, d) in packages.items()}
-    assert facts.use_of(found["triton"], found).startswith(use)
-    # In agreement with the path that the same report names.
-    assert ("used: kernels" in use) == (facts.path(found)["name"] == "triton")
+    found = {"torch": facts.Package("torch", torch), "triton": facts.Package("triton", triton)}
+    assert facts.path(found, devices)["name"] == path
+    assert facts.use_of(found["triton"], found, devices).startswith(use)
+
+
+def test_info_prints_a_row_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "a kernel fails (compute capability 6.0, Triton 3.9.0): PTXASError: [sm_60]"
+    monkeypatch.setattr(facts, "find_devices", lambda: [device("cuda:0", "reference", why), CPU])
+    monkeypatch.setattr(facts, "look", lambda name: facts.Package(name, "1.0"))
+    rows = invoke("info", columns=200).output.splitlines()
+    (row,) = [row for row in rows if "cuda:0" in row]
+    assert re.split(r" *[|\u2502] *", row)[1:-1] == ["cuda:0", "a GPU", "reference", why]
+    assert f"path: reference ({why})" in rows
+
+
+@pytest.mark.parametrize(
+    ("program", "rows"),
+    [
+        ("raise OSError('libcuda.so')", [("any", "unknown", "OSError: libcuda.so")]),
+        (
+            "import time; time.sleep(60)",
+            [("any", "unknown", "trying a kernel takes longer than 1 s")],
+        ),
+        (
+            "import os\nprint('[hello]')\n"
+            'print(\'gradscale: [["cuda:0", "a", "9.0"], ["cuda:1", "b", "6.0"]]\')\n'
+            'print(\'gradscale: ["triton", "it works"]\', flush=True)\n'
+            "os.kill(os.getpid(), 11)",
+            [
+                ("cuda:0", "triton", "it works"),
+                ("cuda:1", "unknown", "trying a kernel ends the process (SIGSEGV)"),
+            ],
+        ),
+    ],
+    ids=["error", "endless", "crash"],
+)
+def test_a_kernel_that_ends_its_process_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, program: str, rows: list[tuple[str, str, str]]
+) -> None:
+    monkeypatch.setattr(facts, "DEVICES", program)
+    monkeypatch.setattr(facts, "TIMEOUT", 1.0 if "sleep" in program else 60.0)
+    assert [(row.device, row.path, row.why) for row in facts.find_devices()] == rows
 
 
 def test_info_says_what_each_framework_is_for() -> None:
@@ -134,17 +206,6 @@ def test_info_says_what_each_framework_is_for() -> None:
     assert facts.use_of(packages["torch"], packages) == "engine gradscale.torch"
     assert facts.use_of(broken, packages) == "OSError: libfoo"
     assert "no engine" in facts.use_of(facts.Package("math", "1.0"), packages)
-
-
-def test_the_path_follows_from_what_is_there() -> None:
-    def name(torch: facts.Package, triton: facts.Package) -> str:
-        return facts.path({"torch": torch, "triton": triton})["name"]
-
-    gpu, cpu = facts.Package("torch", "2.13", devices=("a GPU",)), facts.Package("torch", "2.13")
-    triton = facts.Package("triton", "3.9")
-    assert name(gpu, triton) == "triton"
-    assert name(cpu, triton) == name(gpu, facts.Package("triton")) == "reference"
-    assert name(facts.Package("torch"), triton) == "none"
 
 
 def plant(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +243,20 @@ def test_framework_that_talks_is_understood(
     assert facts.look("brokenframework") == facts.Package("brokenframework", "1.2")
 
 
+def test_the_current_directory_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "wave.py").write_text("raise OSError")
+    monkeypatch.chdir(tmp_path)
+    assert facts.look("wave") == facts.Package("wave", "unknown")
+
+
 def test_absent_framework_comes_with_a_remedy() -> None:
     assert facts.look("noframework").remedy == "pip install noframework"
     assert facts.Package("torch").remedy == 'pip install "gradscale[torch]"'
     packages = {name: facts.Package(name) for name in facts.FRAMEWORKS}
-    assert facts.path(packages)["name"] == "none"
+    assert facts.path(packages, [])["name"] == "none"
 
 
 def test_extras_are_those_of_pyproject() -> None:

@@ -1,12 +1,14 @@
 """Compiles every kernel for a GPU, without one: what the interpreter takes need not compile.
 
-Run as a program, without TRITON_INTERPRET. Kernels are called with tensors on the CPU, and compiled
-where they would be launched, so no result means anything. Prints the kernels' names.
+Run as a program with a compute capability, such as 90, and without TRITON_INTERPRET. Kernels are
+called with tensors on the CPU, and compiled where they would be launched, so no result means
+anything. Prints the kernels' names.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from typing import Any
 
@@ -55,7 +57,7 @@ def compile_instead(
     key = (function.__name__, *types, *map(str, constants))
     if key not in compiled:
         source = ASTSource(function, signature, constexprs)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
         compiled[key] = function.__name__
 
 

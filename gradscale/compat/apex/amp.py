@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from gradscale.checkpoints import peers
 from gradscale.compat.apex import models as casts
-from gradscale.compat.apex.amp_optimizer import AmpOptimizer, scaled_pass
+from gradscale.compat.apex.amp_optimizer import AmpOptimizer, amp_optimizer, scaled_pass
+from gradscale.compat.apex.cast_mode import CastMode
 from gradscale.compat.apex.functions import (
-    REGISTRY,
     float_function,
     half_function,
     promote_function,
@@ -31,8 +31,9 @@ from gradscale.compat.apex.functions import (
     register_half_function,
     register_promote_function,
 )
+from gradscale.compat.apex.handle import AmpHandle, NoOpHandle
 from gradscale.compat.apex.loss_scaler import LossScaler
-from gradscale.compat.apex.options import Options, settle
+from gradscale.compat.apex.options import DISABLED, Options, settle
 from gradscale.compat.apex.session import SESSION, disable_casts
 from gradscale.errors import SettingError, StateError, caller_level
 
@@ -40,6 +41,7 @@ __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
+    "init",
     "initialize",
     "load_state_dict",
     "master_params",
@@ -52,7 +54,7 @@ __all__ = [
 ]
 
 _amp_state = SESSION
-"""Where Apex keeps `loss_scalers`, which many scripts read: `loss_scalers[0].loss_scale()`."""
+"""What scripts read and set: `loss_scalers[0]._loss_scale`, `opt_properties`, `handle`."""
 
 
 def initialize(
@@ -89,15 +91,17 @@ def initialize(
         loss_scale: "dynamic", or a number, also as a string.
         cast_model_outputs: The format of what models return, instead of float32.
         num_losses: How many losses have a scale of their own; see `scale_loss`.
-        verbosity: Not used: nothing is printed.
+        verbosity: Is kept in `_amp_state`, and nothing is printed.
         min_loss_scale: The floor of dynamic scales; None is 2**-14.
         max_loss_scale: Their ceiling.
     """
+    SESSION.verbosity = verbosity
     if not enabled:
-        SESSION.begin(None, [])
+        SESSION.begin(DISABLED, [])
         return models if optimizers is None else (models, optimizers)
     options = settle(
         opt_level,
+        SESSION.hard_override,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -118,10 +122,41 @@ def initialize(
     for optimizer in several:
         _take_over(optimizer, options)
     SESSION.begin(options, scalers)
-    REGISTRY.restore()
     if options.patch_torch_functions:
-        REGISTRY.apply()
+        AmpHandle(scale).activate()
     return models if optimizers is None else (models, optimizers)
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """A handle that scales losses; from here on torch's functions cast their arguments.
+
+        amp_handle = amp.init()
+        with amp_handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    This is the API before `amp.initialize`, for scripts that have it.
+
+    Args:
+        enabled: False gives a handle that does nothing.
+        loss_scale: "dynamic", or a number.
+        enable_caching: Not used: casts of weights are not kept.
+        verbose: Not used: nothing is printed.
+        allow_banned: Whether `binary_cross_entropy` of float16 is computed in float32, and not an
+            error.
+    """
+    if not enabled:
+        SESSION.drop_handle()
+        return NoOpHandle()
+    handle = AmpHandle(loss_scale, enable_caching, verbose)
+    handle.activate(CastMode(handle, allow_banned))
+    return handle
 
 
 def _whole(value: Any) -> int:
@@ -156,7 +191,7 @@ def _take_over(optimizer: Any, options: Options) -> None:
         _warn_of_eps(optimizer, options)
         if optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())  # casts averages that it has already
-    optimizer._amp_stash = AmpOptimizer(optimizer, bool(options.master_weights), options.idle)
+    amp_optimizer(optimizer, bool(options.master_weights), options.idle)
 
 
 def _warn_of_eps(optimizer: Optimizer, options: Options) -> None:
@@ -210,7 +245,7 @@ def scale_loss(
         delay_overflow_check: Does not wait for the device here; `step()` does then.
     """
     SESSION.demand("scale_loss()")
-    if SESSION.opt_properties is None:
+    if not SESSION.opt_properties.enabled:
         yield loss
         return
     several = _amp_optimizers(optimizers)
@@ -218,11 +253,8 @@ def scale_loss(
     if all(one.idle for one in several) and not scaler.dynamic and scaler.loss_scale() == 1:
         yield loss.float()
         return
-    with scaled_pass(several, scaler, loss, delay_unscale) as scaled:
+    with scaled_pass(several, scaler, loss, delay_unscale, not delay_overflow_check) as scaled:
         yield scaled
-    for one in several if not delay_overflow_check else ():
-        if one.pending is None:
-            one.results[-1].good()
 
 
 def _scaler(loss_id: Any) -> LossScaler:
@@ -264,7 +296,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         StateError: It is no state of amp's, or of another number of losses; nothing was loaded.
     """
     SESSION.demand("load_state_dict()")
-    if SESSION.opt_properties is None:
+    if not SESSION.opt_properties.enabled:
         return
     read = peers.read(state_dict)
     if read is None or "loss_scaler0" not in state_dict:

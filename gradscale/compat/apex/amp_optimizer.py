@@ -55,6 +55,8 @@ class AmpOptimizer:
         self.optimizer = optimizer
         self.masters = Masters(optimizer) if master_weights else None
         self.idle = idle
+        self.lazy_init_called = True
+        """Scripts set it after `optimizer._lazy_init_maybe_master_weights()`; masters are there."""
         self.pending: tuple[LossScaler, float] | None = None
         """The scale that gradients still have, and whose it is."""
         self.results: list[PassResult] = []
@@ -79,7 +81,8 @@ class AmpOptimizer:
             hook.remove()
         if self.masters is not None:
             self.masters.store.detach()
-        vars(self.optimizer).pop("_amp_stash", None)
+        for name in ("_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights"):
+            vars(self.optimizer).pop(name, None)
 
     def params(self) -> Iterable[Tensor]:
         """What the optimizer works on: masters where there are some."""
@@ -96,10 +99,33 @@ class AmpOptimizer:
         """The parameters that have none."""
         return [p for p in self._params() if not self.masters or p.dtype not in HALVES]
 
+    # The names by which scripts reach for masters.
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The parameters that have masters."""
+        return self.weights()
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their masters."""
+        return [] if self.masters is None else list(map(self.masters.master, self.weights()))
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters that have none."""
+        return self.plain()
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether the last pass had `delay_unscale`."""
+        return self.pending is not None
+
     # A backward pass.
 
     def prepare(self, scaler: LossScaler, scale: float) -> None:
         """Sets gradients of earlier passes aside, for a pass with this `scale`."""
+        self.idle = False  # a script may set the scale of a run that began without one
         if self.pending is not None:
             if self.pending == (scaler, scale):
                 return
@@ -242,13 +268,32 @@ class AmpOptimizer:
         self._settings.clear()
 
 
+def amp_optimizer(optimizer: Any, master_weights: bool = False, idle: bool = False) -> AmpOptimizer:
+    """What `amp` keeps of `optimizer`, made if there is nothing yet."""
+    found: AmpOptimizer | None = getattr(optimizer, "_amp_stash", None)
+    if found is None:
+        found = optimizer._amp_stash = AmpOptimizer(optimizer, master_weights, idle)
+        # Scripts call them before they load masters; ours are made when they are asked for.
+        optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = _do_nothing
+    return found
+
+
+def _do_nothing() -> None:
+    """Nothing."""
+
+
 @contextmanager
 def scaled_pass(
-    optimizers: Sequence[AmpOptimizer], scaler: LossScaler, loss: Tensor, delay: bool
+    optimizers: Sequence[AmpOptimizer],
+    scaler: LossScaler,
+    loss: Tensor,
+    delay: bool = False,
+    check: bool = True,
 ) -> Iterator[Tensor]:
     """Gives the scaled `loss`; afterwards the gradients of its backward pass are unscaled.
 
-    With `delay` they stay scaled, unless earlier ones are not.
+    With `delay` they stay scaled, unless earlier ones are not. Unless `check`, whether they are
+    finite is left to the step.
     """
     scale = scaler.loss_scale()
     for one in optimizers:
@@ -260,8 +305,9 @@ def scaled_pass(
             one.give_up()
         raise
     due = [one for one in optimizers if not (delay and one.conclude(scaler, scale))]
-    if due:
-        finish(due, scaler, scale)
+    result = finish(due, scaler, scale) if due else None
+    if check and result is not None:
+        result.good()
 
 
 def finish(optimizers: Sequence[AmpOptimizer], scaler: LossScaler, scale: float) -> PassResult:

@@ -76,7 +76,7 @@ class FP16_Optimizer:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler.load(float(value), 0)
+        self.loss_scaler._loss_scale = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the optimizer inside."""

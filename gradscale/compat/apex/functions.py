@@ -1,8 +1,8 @@
-"""Functions of the user that cast their arguments, at O1 and inside of no `disable_casts()`.
+"""Functions of the user that cast their arguments while a handle is active.
 
-Nothing of torch is replaced: autocast, around the models' forward passes, is torch's own. An
-attribute of a module is replaced only where `register_*_function` asks for it, from
-`amp.initialize` on and until `uninstall()`.
+That is from `amp.init`, or `amp.initialize` at O1, on, but not inside of `disable_casts()`. Nothing
+of torch is replaced: autocast is torch's own. An attribute of a module is replaced only where
+`register_*_function` asks for it, for as long as the handle is active.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradscale.compat.apex.session import SESSION, no_autocast
 from gradscale.errors import SettingError
-from gradscale.torch.mixed_precision.casting import mapped
+from gradscale.torch.mixed_precision.containers import mapped
 
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What is cast: narrower formats were chosen on purpose, or are no floating-point numbers."""
@@ -133,15 +133,15 @@ REGISTRY = Registry()
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Has `module.name` called with float16 arguments from `amp.initialize` on."""
+    """Has `module.name` called with float16 arguments while a handle is active."""
     REGISTRY.add(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Has `module.name` called with float32 arguments from `amp.initialize` on."""
+    """Has `module.name` called with float32 arguments while a handle is active."""
     REGISTRY.add(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Has `module.name` called with the widest of its formats from `amp.initialize` on."""
+    """Has `module.name` called with the widest of its formats while a handle is active."""
     REGISTRY.add(module, name, promote_function)

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from gradscale.compat.apex import amp, fp16_utils, loss_scaler, normalization, optimizers, parallel
+from gradscale.compat.apex import (
+    amp,
+    fp16_utils,
+    handle,
+    larc,
+    loss_scaler,
+    normalization,
+    optimizers,
+    parallel,
+)
 from gradscale.compat.apex.functions import REGISTRY
+from gradscale.compat.apex.session import SESSION
 from gradscale.errors import SettingError
 
-_PARTS: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
-    "amp": (amp, ("_amp_state",)),
-    "amp.scaler": (loss_scaler, ("LossScaler",)),
-    "fp16_utils": (fp16_utils, ()),
-    "fp16_utils.fp16_optimizer": (fp16_utils, ()),
-    "fp16_utils.fp16util": (fp16_utils, ()),
-    "fp16_utils.loss_scaler": (fp16_utils, ()),
-    "normalization": (normalization, ()),
-    "optimizers": (optimizers, ()),
-    "parallel": (parallel, ()),
+_PARTS: dict[str, tuple[ModuleType, Sequence[str]]] = {
+    "amp": (amp, [*amp.__all__, "_amp_state"]),
+    "amp._amp_state": (amp, ["_amp_state", "master_params"]),
+    "amp.amp": (amp, amp.__all__),
+    "amp.frontend": (amp, ["initialize", "load_state_dict", "state_dict"]),
+    "amp.handle": (amp, ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]),
+    "amp.opt": (handle, ["OptimWrapper"]),
+    "amp.scaler": (loss_scaler, ["LossScaler"]),
+    "fp16_utils": (fp16_utils, fp16_utils.__all__),
+    "fp16_utils.fp16_optimizer": (fp16_utils, fp16_utils.__all__),
+    "fp16_utils.fp16util": (fp16_utils, fp16_utils.__all__),
+    "fp16_utils.loss_scaler": (fp16_utils, fp16_utils.__all__),
+    "multi_tensor_apply": (optimizers, ["multi_tensor_applier"]),
+    "normalization": (normalization, normalization.__all__),
+    "optimizers": (optimizers, optimizers.__all__),
+    "parallel": (parallel, parallel.__all__),
+    "parallel.LARC": (larc, ["LARC"]),
+    "parallel.distributed": (
+        parallel,
+        ["DistributedDataParallel", "Reducer", "flat_dist_call"],
+    ),
 }
-"""The modules below `apex`, whose names they have, and which besides those in `__all__`."""
+"""The modules below `apex`, whose names they have, and which."""
 
 
 def install() -> ModuleType:
@@ -46,20 +68,22 @@ def install() -> ModuleType:
     if there is not None:
         return there
     apex = _shell("apex")
-    for name, (source, more) in _PARTS.items():
+    for name, (source, names) in _PARTS.items():
         shell = _shell(f"apex.{name}")
-        for each in (*getattr(source, "__all__", ()), *more):
+        for each in names:
             setattr(shell, each, getattr(source, each))
-        parent = sys.modules[shell.__name__.rpartition(".")[0]]
-        setattr(parent, name.rpartition(".")[2], shell)
+        parent, _, own = shell.__name__.rpartition(".")
+        # `apex.amp._amp_state` is the state; its module is found by an import from it.
+        vars(sys.modules[parent]).setdefault(own, shell)
     return apex
 
 
 def uninstall() -> None:
-    """Takes `apex` away again, and puts back functions that `register_*_function` replaced.
+    """Takes `apex` away again, and ends the casts of `amp.init` and of registered functions.
 
     What was imported from it stays usable.
     """
+    SESSION.drop_handle()
     REGISTRY.forget()
     if is_ours(sys.modules.get("apex")):
         for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:

@@ -6,7 +6,9 @@ as Apex does, and so the host can keep them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,17 +17,39 @@ from torch import Tensor
 from gradscale.errors import StateError
 from gradscale.formats import FLOAT32
 from gradscale.policy import MIN_SCALE, Dynamic, GradStats, Static
+from gradscale.policy.settings import as_count, as_scale
 from gradscale.torch.grads import backend
 from gradscale.torch.grads.collect import Gradients
 from gradscale.torch.grads.scale import Scale, constant
 from gradscale.torch.step.masters import fits_float32
 
 
+def _setting(name: str, ours: str, read: Callable[[str, Any], Any], doc: str) -> Any:
+    """A setting of a dynamic scale under Apex' name; a static one has none, and ignores it."""
+
+    def get(scaler: LossScaler) -> Any:
+        return getattr(scaler.policy, ours, None)
+
+    def change(scaler: LossScaler, value: Any) -> None:
+        scaler._change(ours, read(name, value))
+
+    return property(get, change, doc=doc)
+
+
+def _bound(name: str, value: Any) -> float:
+    """A bound of the scale; None is gradscale's own floor."""
+    return MIN_SCALE if value is None else as_scale(name, value, exact=False)
+
+
 class LossScaler:
     """The scale of one loss, fixed or moving.
 
         scaler = LossScaler("dynamic")
-        scaler.loss_scale()     # 65536.0
+        scaler.loss_scale()             # 65536.0
+        scaler._loss_scale = 2.0**20    # the scale of the next backward pass
+
+    Scripts for Apex set attributes with an underscore: those below do what they do there. Others
+    are an AttributeError.
 
     Args:
         loss_scale: "dynamic", or the scale.
@@ -33,6 +57,8 @@ class LossScaler:
         scale_window: After how many finite passes in a row it grows.
         min_loss_scale: Its floor; None is gradscale's own, 2**-14.
     """
+
+    __slots__ = ("_has_overflow", "policy", "state")
 
     def __init__(
         self,
@@ -58,6 +84,41 @@ class LossScaler:
         else:
             self.policy = Static(init_scale=loss_scale, exact=False)  # type: ignore[arg-type]
         self.state: Any = self.policy.init()
+        self._has_overflow = False
+        """Whether the last pass overflowed; `update_scale` goes by it."""
+
+    _scale_seq_len = _setting(
+        "_scale_seq_len", "growth_interval", as_count, "After how many finite passes it grows."
+    )
+    _min_loss_scale = _setting("_min_loss_scale", "min_scale", _bound, "The floor.")
+    _max_loss_scale = _setting("_max_loss_scale", "max_scale", _bound, "The ceiling.")
+
+    @property
+    def _loss_scale(self) -> float:
+        """The scale; can be set, also beyond its bounds, which hold when it moves."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: Any) -> None:
+        self.state = self.state._replace(scale=as_scale("_loss_scale", value, exact=False))
+
+    @property
+    def _unskipped(self) -> int:
+        """How many finite passes there were in a row; can be set."""
+        return getattr(self.state, "good_steps", 0)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        if self.dynamic:
+            self.state = self.state._replace(good_steps=operator.index(value))
+
+    def _change(self, name: str, value: Any) -> None:
+        """Goes on with another setting, and the same state; a static scale has none."""
+        if isinstance(self.policy, Dynamic):
+            settings = asdict(self.policy) | {name: value}
+            low, high = settings["min_scale"], settings["max_scale"]
+            settings["init_scale"] = max(min(settings["init_scale"], high), low)
+            self.policy = Dynamic(**settings)
 
     @property
     def dynamic(self) -> bool:
@@ -75,11 +136,22 @@ class LossScaler:
 
     def update(self, finite: bool, fits: bool = True) -> None:
         """Moves the scale after a backward pass with gradients that were `finite`, or not."""
+        self._has_overflow = not finite
         self.state = self.policy.update(self.state, GradStats(finite=finite, fits=fits))
+
+    def clear_overflow_state(self) -> None:
+        """For loops that check gradients themselves: there was no overflow yet."""
+        self._has_overflow = False
+
+    def update_scale(self) -> bool:
+        """Moves a dynamic scale by `_has_overflow`, for such loops; whether to skip the step."""
+        skip = bool(self._has_overflow) and self.dynamic
+        self.update(finite=not self._has_overflow)
+        return skip
 
     def saved(self) -> dict[str, float | int]:
         """The scale and the count of finite passes, under Apex' keys."""
-        return {"loss_scale": self.loss_scale(), "unskipped": getattr(self.state, "good_steps", 0)}
+        return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def check(self, name: str, scale: float) -> None:
         """A StateError if `scale` is none that float32 can hold."""

@@ -20,17 +20,23 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradscale.compat.apex.functions import cast_all
-from gradscale.compat.apex.options import HALVES, Options
+from gradscale.compat.apex.options import HALVES, Options, warn_or_refuse
 from gradscale.compat.apex.session import SESSION
 from gradscale.errors import SettingError
-from gradscale.torch.mixed_precision.casting import CastForward, cast, device_of, put_around
+from gradscale.torch.mixed_precision.casting import (
+    CastForward,
+    cast,
+    cast_tensors,
+    device_of,
+    put_around,
+)
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def _cast(value: Any, dtype: torch.dtype, deep: bool) -> Any:
     """`value` with all in it cast, as Apex does, wherever it is."""
-    return cast_all(value, dtype)
+    return cast_all(cast_tensors(value, dtype, deep=True), dtype)
 
 
 def _autocast_unless_disabled(forward: CastForward) -> AbstractContextManager[Any]:
@@ -46,6 +52,7 @@ _forward = partial(CastForward, cast=_cast, context=_autocast_unless_disabled)
 
 def check(models: list[Any]) -> None:
     """A SettingError if `amp` cannot take one of `models`; nothing was changed."""
+    halves = () if SESSION.allow_incoming_model_not_fp32 else HALVES
     for model in models:
         if not isinstance(model, nn.Module):
             raise SettingError(
@@ -57,10 +64,11 @@ def check(models: list[Any]) -> None:
                 "amp.initialize() returns."
             )
         for name, param in model.named_parameters():
-            if param.dtype in HALVES:
-                raise SettingError(
+            if param.dtype in halves:
+                warn_or_refuse(
                     f"models must have float32 weights, got {name!r} in {param.dtype}. Leave out "
-                    "half() and call amp.initialize() once: it casts what the opt_level wants cast."
+                    "half() and call amp.initialize() once: it casts what opt_level wants cast.",
+                    SESSION.hard_override,
                 )
 
 

@@ -10,13 +10,14 @@ O3      float16           no                      no                    no      
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from gradscale.errors import SettingError
+from gradscale.errors import SettingError, caller_level
 
 HALVES = (torch.float16, torch.bfloat16)
 _FORMATS = (*HALVES, torch.float32)
@@ -26,7 +27,7 @@ _FORMATS = (*HALVES, torch.float32)
 class Options:
     """The settings in force; the names are Apex'."""
 
-    opt_level: str
+    opt_level: str | None
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
     keep_batchnorm_fp32: bool | None
@@ -34,6 +35,11 @@ class Options:
     loss_scale: float | str
     cast_model_outputs: torch.dtype | None = None
     enabled: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All of them by name."""
+        return asdict(self)
 
     @property
     def half(self) -> torch.dtype | None:
@@ -48,7 +54,7 @@ class Options:
 
 
 LEVELS = {
-    level.opt_level: level
+    str(level.opt_level): level
     for level in (
         Options("O0", torch.float32, False, None, False, 1.0),
         Options("O1", None, True, None, None, "dynamic"),
@@ -58,8 +64,15 @@ LEVELS = {
 }
 
 
-def settle(opt_level: Any, **overrides: Any) -> Options:
-    """The options of `opt_level`, with those `overrides` that are not None."""
+DISABLED = Options(None, None, False, None, None, 1.0, enabled=False)
+"""Those of `amp.initialize(enabled=False)`."""
+
+
+def settle(opt_level: Any, hard_override: bool = False, **overrides: Any) -> Options:
+    """The options of `opt_level`, with those `overrides` that are not None.
+
+    With `hard_override`, overrides that do not go with the level are taken, with a warning.
+    """
     if opt_level not in LEVELS:
         raise SettingError(
             f"opt_level must be one of {', '.join(LEVELS)} (a letter and a digit), got "
@@ -71,17 +84,26 @@ def settle(opt_level: Any, **overrides: Any) -> Options:
     for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
         value = given.get(name)
         if opt_level == "O1" and value is not None and value is not torch.float32:
-            raise SettingError(
+            warn_or_refuse(
                 f"{name} must be left out with opt_level O1, whose weights stay float32, got "
-                f"{value!r}. Take opt_level='O2' or 'O3' to cast the weights."
+                f"{value!r}. Take opt_level='O2' or 'O3' to cast the weights.",
+                hard_override,
             )
     options = replace(LEVELS[opt_level], **given)
     if options.patch_torch_functions and opt_level != "O1":
-        raise SettingError(
+        warn_or_refuse(
             "patch_torch_functions must be left out or False unless opt_level is O1, got True with "
-            f"{opt_level}. Take opt_level='O1'."
+            f"{opt_level}. Take opt_level='O1'.",
+            hard_override,
         )
     return options
+
+
+def warn_or_refuse(message: str, hard_override: bool) -> None:
+    """A SettingError with `message`; a warning if `_amp_state.hard_override` says so."""
+    if not hard_override:
+        raise SettingError(message)
+    warnings.warn(message, stacklevel=caller_level())
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:

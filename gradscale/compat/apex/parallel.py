@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
 
 from gradscale.compat.apex.optimizers import refuse, without_equal
 from gradscale.errors import SettingError, caller_level
+from gradscale.torch.optim.master_bits import flatten, unflatten
 
 __all__ = [
-    "LARC",
     "DistributedDataParallel",
     "Reducer",
     "SyncBatchNorm",
@@ -21,7 +22,6 @@ __all__ = [
     "create_syncbn_process_group",
 ]
 
-_AVERAGED = ("gradient_average", "gradient_predivide_factor")
 _IGNORED = {
     "message_size": 10000000,
     "delay_allreduce": False,
@@ -31,6 +31,7 @@ _IGNORED = {
     "num_allreduce_streams": 1,
     "allreduce_communicators": None,
     "gradient_average_split_factor": None,
+    "gradient_predivide_factor": 1.0,
     "prof": False,
 }
 """What changes how fast Apex' is, but not what it computes, with Apex' defaults."""
@@ -45,7 +46,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        known = {*_IGNORED, *_AVERAGED, "shared_param"}
+        known = {*_IGNORED, "gradient_average", "shared_param"}
         unknown = sorted(set(settings) - known)
         if unknown:
             raise SettingError(
@@ -55,7 +56,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         refuse(
             "DistributedDataParallel",
             gradient_average=(settings.get("gradient_average", True), True),
-            gradient_predivide_factor=(settings.get("gradient_predivide_factor", 1.0), 1.0),
         )
         ignored = [name for name, usual in _IGNORED.items() if settings.get(name, usual) != usual]
         if ignored:
@@ -91,7 +91,21 @@ def create_syncbn_process_group(group_size: int) -> Any:
     return torch.distributed.new_subgroups(group_size)[0]
 
 
-LARC = without_equal("LARC", "Clip with torch.nn.utils.clip_grad_norm_ instead.")
+@torch.no_grad()
+def flat_dist_call(tensors: Iterable[Tensor], call: Any, extra_args: Any = None) -> None:
+    """Has `call` (a collective) change `tensors`, all of a format at once; averages all_reduce."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        flat = flatten(same)
+        call(flat, *(extra_args or ()))
+        if call is torch.distributed.all_reduce:
+            flat /= torch.distributed.get_world_size()
+        for tensor, part in zip(same, unflatten(flat, same), strict=True):
+            tensor.copy_(part)
+
+
 Reducer = without_equal(
     "Reducer", "Call torch.distributed.all_reduce on the gradients, or use DistributedDataParallel."
 )

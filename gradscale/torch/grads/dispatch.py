@@ -1,15 +1,15 @@
 """Which backend reads and writes gradients: "triton" kernels, or "reference" torch operations.
 
-The kernels are for CUDA; `use("triton")` asks for them everywhere, which works on the CPU only
-with Triton's interpreter. Tables of addresses are kept on the device as long as the tensors have
-the same addresses, sizes and formats: sending them again would cost a copy in every step.
+The kernels are for CUDA devices on which they work: see device_path.py. `use("triton")` asks for
+them everywhere, untried, which works on the CPU only with Triton's interpreter. Tables of addresses
+are kept on the device as long as the tensors have the same addresses, sizes and formats: sending
+them again would cost a copy in every step.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gradscale.errors import SettingError
+from gradscale.torch.grads import device_path
 from gradscale.torch.grads.dtensor import all_plain
 from gradscale.torch.grads.upload import capturing as capturing
 
@@ -50,21 +51,21 @@ def use(path: str) -> Iterator[None]:
         _path = before
 
 
-@functools.cache
-def available() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def uses_triton(device: torch.device) -> bool:
     """Whether the kernels are used for tensors on `device`."""
     if _path == "reference" or torch.compiler.is_compiling():
         return False
     if device.type != "cuda":
         return _path == "triton"
-    # A kernel is launched on the current device, whatever the addresses mean elsewhere.
     # Of torch._C, because torch.cuda looks first whether CUDA is in use, which it is.
-    return available() and device.index in (None, torch._C._cuda_getDevice())
+    current = torch._C._cuda_getDevice()
+    # A kernel is launched on the current device, whatever the addresses mean elsewhere.
+    if device.index is not None and device.index != current:
+        return False
+    if _path == "triton":
+        return True
+    found = device_path.known.get(current)
+    return device_path.kernels_work(current) if found is None else found.kernels
 
 
 @functools.cache

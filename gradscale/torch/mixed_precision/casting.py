@@ -11,15 +11,12 @@ weights stay tied.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -28,6 +25,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.mixed_precision.containers import mapped
+from gradscale.torch.mixed_precision.pretrained import (
+    inner_models,
+    modules_in_float32,
+    params_in_float32,
+)
 from gradscale.torch.optim.master_bits import HALF_DTYPES
 from gradscale.torch.telemetry.names import WRAPPERS, bare
 
@@ -105,47 +108,16 @@ def autocast_or_off(forward: CastForward) -> AbstractContextManager[Any]:
     return torch.autocast(forward.device, forward.autocast, enabled=forward.autocast is not None)
 
 
-def mapped(
-    value: Any,
-    change: Callable[[Any], Any],
-    deep: bool = False,
-    whole: Callable[[Any], bool] = torch.is_tensor,
-) -> Any:
-    """`value` with its tensors changed; itself if none is.
-
-    Looks into tuples; `deep` also into lists, dicts and dataclasses. An argument should not be
-    looked into so deeply: whoever gives a list or a dict may want to find something in it
-    afterwards. `whole` says what is changed as one thing, if that is more than tensors.
-    """
-    if whole(value):
-        return change(value)
-    if isinstance(value, tuple) or (deep and isinstance(value, list)):
-        items = [mapped(item, change, deep, whole) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if not deep:
-        return value
-    if isinstance(value, MutableMapping):
-        pairs = {key: mapped(item, change, deep, whole) for key, item in value.items()}
-        if all(map(is_, pairs.values(), value.values())):
-            return value
-        if type(value) is dict:
-            return pairs
-        new = copy.copy(value)
-        new.update(pairs)
-        return new
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        found = {name: mapped(getattr(value, name), change, deep, whole) for name in fields}
-        same = all(item is getattr(value, name) for name, item in found.items())
-        return value if same else dataclasses.replace(value, **found)
-    return value
-
-
 def _floating(value: Tensor, dtype: torch.dtype) -> Tensor:
     """`value` in `dtype` if it is in a format that autocast would cast."""
-    return value.to(dtype) if value.dtype in (torch.float32, *HALF_DTYPES) else value
+    if value.dtype not in (torch.float32, *HALF_DTYPES):
+        return value
+    lowest, own = torch.finfo(dtype).min, torch.finfo(value.dtype).min
+    new = value.to(dtype)
+    if own >= lowest or value.layout is not torch.strided or value.is_nested:
+        return new
+    # Masks hide with the lowest number there is. As -inf, a row that hides all would be NaN.
+    return new.masked_fill(value == own, lowest)
 
 
 def cast(model: nn.Module, dtype: torch.dtype, keep_float32: Iterable[Keep] = NORMS) -> None:
@@ -172,8 +144,10 @@ def cast_all(models: Iterable[tuple[nn.Module, list[Keep]]], dtype: torch.dtype)
     if dtype not in HALF_DTYPES:
         raise SettingError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype}.")
     whole = [(bare(model), keep) for model, keep in models]
+    whole = [(model, [*keep, *modules_in_float32(model, dtype)]) for model, keep in whole]
     kept = [module for model, keep in whole for one in keep for module in find(model, one)]
     fixed = {id(param) for module in kept for param in module.parameters()}
+    fixed |= {id(param) for model, _ in whole for param in params_in_float32(model, dtype)}
     plans = []
     for model, _ in whole:
         if isinstance(vars(model).get("forward"), CastForward):
@@ -188,25 +162,39 @@ def cast_all(models: Iterable[tuple[nn.Module, list[Keep]]], dtype: torch.dtype)
         _refuse(model, plans[-1])
     for (model, keep), plan in zip(whole, plans, strict=True):
         _cast_in_place(model, plan)
-        run_in_float32(model, keep)
+        wide = {each for module in run_in_float32(model, keep) for each in module.modules()}
+        for module in inner_models(model):
+            if module not in wide:
+                put_around(module, CastForward(module, None, dtype))
         put_around(model, CastForward(model, dtype, dtype, torch.float32))
 
 
-def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> None:
-    """Has the modules of `keep_float32` run in float32, where autocast would not have them so."""
-    for module in _outermost(bare(model), keep_float32):
+def run_in_float32(model: nn.Module, keep_float32: Iterable[Keep]) -> list[nn.Module]:
+    """The modules of `keep_float32` that now run in float32, where autocast had them run otherwise.
+
+    Not those with half weights: of a frozen base, which stays as it is.
+    """
+    wide = [
+        module
+        for module in _outermost(bare(model), keep_float32)
+        if all(param.dtype not in HALF_DTYPES for param in module.parameters())
+    ]
+    for module in wide:
         put_around(module, CastForward(module, torch.float32, None))
+    return wide
 
 
-def lift(model: nn.Module, frozen: bool = False) -> None:
-    """Makes the weights of `model` that are trained float32, in place.
+def lift(model: nn.Module, frozen: bool = False, keep_float32: Iterable[Keep] = ()) -> None:
+    """Makes the weights of `model` that are trained, and those to be kept, float32, in place.
 
     `frozen` weights are lifted too if asked: else a base that is not trained stays as it is.
     """
+    kept = (module for each in keep_float32 for module in find(bare(model), each))
+    wanted = {id(param) for module in kept for param in module.parameters()}
     halves = {
         name: param
         for name, param in bare(model).named_parameters()
-        if param.dtype in HALF_DTYPES and (frozen or param.requires_grad)
+        if param.dtype in HALF_DTYPES and (frozen or param.requires_grad or id(param) in wanted)
     }
     if halves:
         refuse_wrapped(model)

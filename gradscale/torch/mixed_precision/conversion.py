@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import SettingError
@@ -23,6 +23,7 @@ from gradscale.torch.mixed_precision.casting import (
 )
 from gradscale.torch.mixed_precision.masters import Masters
 from gradscale.torch.mixed_precision.modes import Mode
+from gradscale.torch.mixed_precision.pretrained import modules_in_float32
 from gradscale.torch.optim.master_bits import HALF_DTYPES, set_master
 from gradscale.torch.telemetry.names import bare
 
@@ -57,38 +58,60 @@ def convert(
 ) -> list[Masters | None]:
     """Casts the models; what keeps the masters of every optimizer, None if it does so itself."""
     refuse_strangers(models, optimizers)
-    exact = [(o, p, p.data) for o, p in trained(optimizers) if p.dtype is torch.float32]
-    _cast(models, optimizers, mode, keep)
+    if mode.casts:
+        refuse_shared(optimizers, mode)
+    exact = exact_values(param for _, param in trained(optimizers))
+    convert_models(models, mode, keep)
+    widen_states(optimizers)
+    return give_masters(optimizers, mode, exact)
+
+
+def exact_values(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The float32 ones of `params`, each with the value that it has before it is cast."""
+    return [(param, param.data) for param in params if param.dtype is torch.float32]
+
+
+@torch.no_grad()
+def give_masters(
+    optimizers: Sequence[Optimizer], mode: Mode, exact: Iterable[tuple[Tensor, Tensor]]
+) -> list[Masters | None]:
+    """What keeps the masters of every optimizer, None if it does so itself.
+
+    Args:
+        optimizers: Those of models that were cast.
+        mode: In which format things are.
+        exact: What `exact_values()` returned before the cast, where masters begin.
+    """
     masters = [masters_of(optimizer, mode) for optimizer in optimizers]
+    values = {id(param): value for param, value in exact}
     owners = {id(optimizer): own for optimizer, own in zip(optimizers, masters, strict=True)}
-    with torch.no_grad():
-        for optimizer, param, value in exact if mode.master is not None else ():
-            own = owners[id(optimizer)]
-            if param.dtype not in HALF_DTYPES:
-                continue
-            if own is None:
-                set_master(param, optimizer.state[param], value, mode.master)  # type: ignore[arg-type]
-            else:
-                own.store.set_master(param, value)
+    for optimizer, param in trained(optimizers) if mode.master is not None else ():
+        value, own = values.get(id(param)), owners[id(optimizer)]
+        if value is None or param.dtype not in HALF_DTYPES:
+            continue
+        value = value.to(param.device)  # the model may have been moved since
+        if own is None:
+            set_master(param, optimizer.state[param], value, mode.master)  # type: ignore[arg-type]
+        else:
+            own.store.set_master(param, value)
     return masters
 
 
-def _cast(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    mode: Mode,
-    keep: Sequence[Keep],
-) -> None:
+def refuse_shared(optimizers: Sequence[Optimizer], mode: Mode) -> None:
+    """Raises a SettingError if a parameter is in two optimizers, which goes with no masters."""
+    owners = Counter(id(param) for _, param in trained(optimizers))
+    if any(count > 1 for count in owners.values()):
+        raise SettingError(
+            f"A parameter is in two optimizers, which goes with no masters. Use the mode "
+            f'"{mode.passes.replace("float", "fp")}", or give it to one of them.'
+        )
+
+
+def convert_models(models: Sequence[nn.Module], mode: Mode, keep: Sequence[Keep]) -> None:
     """Brings the models into the formats of the mode."""
     if mode.casts:
         for model in models:
             refuse_wrapped(model)
-        owners = Counter(id(param) for _, param in trained(optimizers))
-        if any(count > 1 for count in owners.values()):
-            raise SettingError(
-                f"A parameter is in two optimizers, which goes with no masters. Use the mode "
-                f'"{mode.passes.replace("float", "fp")}", or give it to one of them.'
-            )
     for each in keep:
         if not any(find(bare(model), each) for model in models):
             what = repr(each) if isinstance(each, str) else f"this {type(each).__name__}"
@@ -98,10 +121,9 @@ def _cast(
     if mode.casts:
         cast_all([(model, [*NORMS, *mine]) for model, mine in kept], mode.dtype)
     for model, mine in () if mode.casts else kept:
-        lift(model, frozen=wide)
+        lift(model, frozen=wide, keep_float32=mine)
         if not wide:
-            run_in_float32(model, (*NORMS, *mine))
-    widen_states(optimizers)
+            run_in_float32(model, (*NORMS, *mine, *modules_in_float32(bare(model), mode.dtype)))
 
 
 def masters_of(optimizer: Any, mode: Mode) -> Masters | None:

@@ -97,6 +97,12 @@ class MasterStore:
         """Takes over what `pairs()` returned, of this one or of another, and nothing else."""
         self.kept = {id(weight): KeptMaster(weight, values) for weight, values in pairs}
 
+    def follow_weights(self) -> None:
+        """Moves masters to the devices of their weights."""
+        for kept in self.kept.values():
+            device = local(kept.weight).device
+            kept.values.update({name: v.to(device) for name, v in kept.values.items()})
+
     def drop_others(self) -> None:
         """Forgets the masters of weights that are no longer the optimizer's."""
         here = set(map(id, self._weights()))

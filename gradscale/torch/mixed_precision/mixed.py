@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
-from gradscale.policy import Dynamic, Headroom, Off, Policy, Static, as_policy
+from gradscale.policy import Policy
 from gradscale.torch.mixed_precision import state
 from gradscale.torch.mixed_precision.accumulation import Accumulation
 from gradscale.torch.mixed_precision.casting import Keep, device_of
 from gradscale.torch.mixed_precision.conversion import convert, masters_of, trained
-from gradscale.torch.mixed_precision.modes import mode_named
+from gradscale.torch.mixed_precision.modes import mode_named, policy_for
+from gradscale.torch.mixed_precision.pretrained import Embeddings
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.step.apply import check_limits
 from gradscale.torch.step.checks import refuse_others
@@ -84,15 +84,12 @@ class MixedPrecision:
         self.optimizers = as_optimizers(optimizer, "MixedPrecision")
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
             raise SettingError("MixedPrecision takes one or more models, got none or another.")
-        if policy is None:
-            half = self.mode.passes == "float16"
-            policy = Headroom() if half else Static(init_scale=1.0)
-        policy = as_policy(policy)
-        if not isinstance(policy, Static | Off | Dynamic):  # all others have a format
-            policy = replace(policy, format=self.mode.passes)
+        policy = policy_for(self.mode, policy)
         self._device = device_of(self.models[0]).type
         self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
+        self._embeddings = Embeddings(self.models)
+        self._embeddings.refuse_forgotten(self.optimizers)
         self._masters = convert(self.models, self.optimizers, self.mode, list(keep_float32))
         self._accumulation: Accumulation | None = None
         self._followed: list[tuple[Any, dict[str, Any]]] = []
@@ -198,6 +195,7 @@ class MixedPrecision:
         """
         if self._accumulation is not None:
             raise CallOrderError("step() was called within accumulate(). Call it after the block.")
+        self._embeddings.refuse_replaced(self.optimizers)
         chosen: Any = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
         if optimizer is not None:
             chosen = as_optimizers(optimizer, "step()")
@@ -359,7 +357,23 @@ class MixedPrecision:
             raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
         if model is not None and all(model is not each for each in self.models):
             raise SettingError("model must be one that MixedPrecision was made with.")
-        return state.float32_state(self, self.models[0] if model is None else model)
+        chosen = self.models[0] if model is None else model
+        return state.float32_state(chosen, self.optimizers, self._masters)
+
+    @contextmanager
+    def float32_weights(self) -> Iterator[None]:
+        """Within, the models have their weights in float32: masters, where there are.
+
+            with mp.float32_weights():
+                model.save_pretrained("trained")
+
+        For saving them by the call of a library, which reads the format from the model. They are
+        other parameters, so what is written to them is lost, and nothing can be trained within.
+        """
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(state.in_float32(model, self.optimizers, self._masters))
+            yield
 
     def __getstate__(self) -> dict[str, Any]:
         masters = [None if own is None else own.store.pairs() for own in self._masters]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from gradscale.errors import SettingError
+from gradscale.policy import Dynamic, Headroom, Off, Policy, Static, as_policy
 
 
 class Mode(NamedTuple):
@@ -54,3 +56,13 @@ def mode_named(name: str) -> Mode:
         known = ", ".join((*MODES, *LEVELS))
         raise SettingError(f"mode must be one of {known}, got {name!r}.")
     return mode
+
+
+def policy_for(mode: Mode, policy: Policy | None) -> Policy:
+    """`policy` with the format of the mode; without one, what suits the mode."""
+    if policy is None:
+        policy = Headroom() if mode.passes == "float16" else Static(init_scale=1.0)
+    policy = as_policy(policy)
+    if isinstance(policy, Static | Off | Dynamic):  # all others have a format
+        return policy
+    return replace(policy, format=mode.passes)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradscale.errors import StateError
 from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, master_of, rounded
 from gradscale.torch.telemetry.names import bare
 
 if TYPE_CHECKING:
+    from gradscale.torch.mixed_precision.masters import Masters
     from gradscale.torch.mixed_precision.mixed import MixedPrecision
 
 VERSION = 1
@@ -116,19 +119,54 @@ def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else None
 
 
-def float32_state(mp: MixedPrecision, model: nn.Module) -> dict[str, Any]:
-    """The `state_dict()` of a model in float32, with masters for weights."""
+def float32_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> dict[str, Any]:
+    """The `state_dict()` of a model in float32, with masters for weights; tied ones are one."""
+    values = bare(model).state_dict(keep_vars=True)
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    wide = _in_float32(tensors, optimizers, masters)
+    return {name: wide.get(id(value), value) for name, value in values.items()}
+
+
+@contextmanager
+def in_float32(
+    model: nn.Module, optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> Iterator[None]:
+    """Within, `model` has float32 parameters in the places of its half ones."""
+    # Not by `.data`: DDP's hooks are on the old parameters, and would be lost.
+    places = [
+        (module._parameters, name, param)
+        for module in bare(model).modules()
+        for name, param in module._parameters.items()
+        if param is not None and param.dtype in HALF_DTYPES
+    ]
+    wide = _in_float32([param for _, _, param in places], optimizers, masters)
+    shown = {
+        id(param): nn.Parameter(wide[id(param)], requires_grad=param.requires_grad)
+        for _, _, param in places
+    }
+    try:
+        for params, name, param in places:
+            params[name] = shown[id(param)]
+        yield
+    finally:
+        for params, name, param in places:
+            params[name] = param
+
+
+def _in_float32(
+    values: list[Tensor], optimizers: Sequence[Optimizer], masters: Sequence[Masters | None]
+) -> dict[int, Tensor]:
+    """Copies of `values` by their ids, with masters for half weights that have one."""
     owners = {
         id(param): (optimizer, own)
-        for optimizer, own in zip(mp.optimizers, mp._masters, strict=True)
+        for optimizer, own in zip(optimizers, masters, strict=True)
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    wide: dict[str, Any] = {}
-    for name, value in bare(model).state_dict(keep_vars=True).items():
-        wide[name] = value
-        if not isinstance(value, Tensor):
-            continue
+    wide = {}
+    for value in values:
         plain = value.detach()
         if plain.dtype in HALF_DTYPES and id(value) in owners:
             optimizer, own = owners[id(value)]
@@ -137,5 +175,5 @@ def float32_state(mp: MixedPrecision, model: nn.Module) -> dict[str, Any]:
                 master = master_of(plain, found)
                 # Somebody may have written to the weight since.
                 plain = torch.where(rounded(master, plain.dtype) == plain, master, plain.float())
-        wide[name] = plain.float() if plain.dtype in HALF_DTYPES else plain.clone()
+        wide[id(value)] = plain.float() if plain.dtype in HALF_DTYPES else plain.clone()
     return wide

@@ -87,7 +87,11 @@ class FusedStep:
         scaling = Scaling(divisor, getattr(optimizer, "found_inf", None), self._unscale_grads)
         plan, grads = self._tensor_plan, None
         with torch.no_grad():
-            if plan is not None and plan.on_cpu and dispatch._path != "triton":
+            if plan is not None and (
+                dispatch._path != "triton"
+                if plan.on_cpu
+                else not any(map(dispatch.uses_triton, plan.devices))
+            ):
                 grads = plan.grads(optimizer)
             if plan is not None and grads is not None:
                 plan.run(grads, scaling)
@@ -222,6 +226,7 @@ class TensorPlan:
         self._strides = strides_of(locals_of(members.params))
         self.on_cpu = all(map(_ON_CPU, members.params))
         """Whether kernels are only used if somebody asks for them."""
+        self.devices = {param.device for param in members.params}
 
     def grads(self, optimizer: Optimizer) -> list[Tensor] | None:
         """This rank's gradients, laid out as the parameters; None if anything else has changed.

@@ -17,7 +17,9 @@ def fresh_amp() -> Iterator[None]:
     from gradscale.compat.apex import uninstall
     from gradscale.compat.apex.session import SESSION, Session
 
+    vars(SESSION).clear()
     vars(SESSION).update(vars(Session()))
     yield
     uninstall()
+    vars(SESSION).clear()
     vars(SESSION).update(vars(Session()))

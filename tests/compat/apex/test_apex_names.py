@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradscale.compat.apex as compat
-from gradscale.compat.apex import amp, fp16_utils, optimizers, parallel
+from gradscale.compat.apex import amp, fp16_utils, larc, optimizers, parallel
 from gradscale.compat.apex.fp16_utils import FP16_Optimizer
 from gradscale.errors import CallOrderError, SettingError, StateError
 
@@ -342,7 +342,8 @@ def test_fused_optimizer_clears_gradients_as_asked() -> None:
         (lambda p: optimizers.FusedLAMB(p), r"no FusedLAMB. Use FusedAdam"),
         (lambda p: optimizers.FusedNovoGrad(p, lr=1), "no FusedNovoGrad"),
         (lambda p: optimizers.FusedAdagrad(p), r"no FusedAdagrad. Use torch.optim.Adagrad"),
-        (lambda p: parallel.LARC(p), "no LARC"),
+        (lambda p: larc.LARC(p), "optimizer must be an optimizer of torch.optim, got list"),
+        (lambda p: optimizers.multi_tensor_applier(p), "no multi_tensor_applier"),
         (lambda p: parallel.Reducer(p), "no Reducer"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradscale.compat.apex import amp
+from gradscale.compat.apex.larc import LARC
 from gradscale.compat.apex.loss_scaler import LossScaler
 from gradscale.compat.apex.optimizers import FusedAdam, FusedSGD
 from gradscale.errors import CallOrderError, SettingError, StateError
@@ -27,6 +28,7 @@ OPTIMIZERS: list[Any] = [
     lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.5),
     lambda params: FusedAdam(params, lr=0.1, weight_decay=0.1),
     lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    lambda params: LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)),
 ]
 
 

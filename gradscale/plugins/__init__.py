@@ -1,0 +1,1 @@
+"""Trainers: Lightning, Accelerate and Transformers with our scaler inside."""

@@ -1,0 +1,51 @@
+"""Our scaler under torch's names, for code that cannot be changed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+_lock = Lock()
+_blocks = 0
+"""Blocks that are active, in all threads."""
+_replaced: list[tuple[Any, str, Any]] = []
+"""Modules, names in them, and what the names were before the first block."""
+
+
+@contextmanager
+def replace() -> Iterator[None]:
+    """Gives our scaler to code that imports torch's inside the block.
+
+        with gradscale.torch.replace():
+            import their_trainer  # which says: from torch.amp import GradScaler
+
+    Replaced are `GradScaler` in `torch`, `torch.amp`, `torch.cuda.amp` and `torch.cpu.amp`, and
+    FSDP's `ShardedGradScaler`, for all threads. A module that was imported before, and holds the
+    class under a name of its own, keeps torch's; one that is imported inside keeps ours after the
+    block. `isinstance` and `issubclass` have the same results with either class, inside and
+    outside. Blocks may be nested; where the last one ends, also by an exception, the names are what
+    they were before the first.
+    """
+    global _blocks
+    # Here, because it imports FSDP, which takes longer than the rest of the package.
+    from gradscale.torch.stand_ins import CLASSES
+
+    with _lock:
+        _blocks += 1
+        if _blocks == 1:
+            for place, kind in CLASSES.items():
+                module_name, _, name = place.rpartition(".")
+                module = importlib.import_module(module_name)
+                _replaced.append((module, name, getattr(module, name)))
+                setattr(module, name, kind)
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            if _blocks == 0:
+                while _replaced:
+                    setattr(*_replaced.pop())
