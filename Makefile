@@ -48,9 +48,11 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	touch $@
 
 # The suite with another torch, and another Python: make compat TORCH=2.6.0 PYTHON=python3.12
-# Nothing else is pinned, because no version of numpy, jax or Triton suits all of them; tests of what
-# cannot be had there are skipped. An environment takes 6 GB, most of it CUDA libraries. TESTS chooses
-# files. docs/versions.md has what was run.
+# Hardly anything else is pinned, because no version of jax or Triton suits all of them (older Triton
+# interprets kernels with numpy up to 2.4 only). The trainers
+# (Lightning, Accelerate, Transformers, PEFT) have demands of their own on torch and are left out; tests
+# of what is not there are skipped. An environment takes 6 GB, most of it CUDA libraries. TESTS
+# chooses files. docs/versions.md has what was run.
 compat: $(COMPAT)/.installed
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(COMPAT)/bin/pytest -n 2 --dist worksteal \
 		--hypothesis-profile=fixed --doctest-ignore-import-errors $(TESTS)
@@ -58,7 +60,8 @@ compat: $(COMPAT)/.installed
 $(COMPAT)/.installed: pyproject.toml
 	@test -n "$(TORCH)" || { echo "Say which torch: make compat TORCH=2.6.0"; exit 2; }
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,dev]"
+	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,demo]" hypothesis jax keras "numpy<2.5" \
+		pytest pytest-xdist pytorch-optimizer torchao triton
 	touch $@
 
 clean:
