@@ -64,6 +64,7 @@ def use_gradscale(
         )
     if accelerator.distributed_type in OWN_SCALES:
         raise SettingError(f"{OWN_SCALES[accelerator.distributed_type]}. Nothing was changed.")
+    _refuse_waiting(accelerator)
     handler = accelerator.scaler_handler
     given = {} if handler is None else handler.to_kwargs()
     if accelerator.mixed_precision == "bf16":
@@ -76,6 +77,19 @@ def use_gradscale(
             _autocast_forward(accelerator, model)
     _Attachment(accelerator, scaler).attach_prepared()
     return scaler
+
+
+def _refuse_waiting(accelerator: Any) -> None:
+    """Raises a CallOrderError if gradients have a scale that a new scaler would not divide by."""
+    if isinstance(accelerator.scaler, GradScaler):
+        iteration = accelerator.scaler._pipeline.passes.iteration
+        groups = [group for each in accelerator._optimizers for group in each.param_groups]
+        left = any(param.grad is not None for group in groups for param in group["params"])
+        if iteration is not None and iteration.passes and left:
+            raise CallOrderError(
+                "use_gradscale() was called while gradients of the scaler before wait for a step. "
+                "Call optimizer.step() or optimizer.zero_grad() first."
+            )
 
 
 class GradscaleOptimizer(AcceleratedOptimizer):

@@ -30,7 +30,7 @@ from accelerate_runs import (
     reset,
     same,
 )
-from gradscale.errors import SettingError
+from gradscale.errors import CallOrderError, SettingError
 from gradscale.plugins.accelerate import GradscaleOptimizer, use_gradscale
 from gradscale.torch import GradScaler
 
@@ -310,6 +310,17 @@ def test_second_call_replaces_the_first() -> None:
     run.step(1, batches()[1])
     assert run.accelerator.scaler is run.optimizer.scaler is second
     assert second.outcome().scale == 2.0
+
+
+def test_second_call_is_refused_while_gradients_wait() -> None:
+    run = Run()
+    batch = batches()[0]
+    run.accelerator.backward(loss_of(run.forward(batch), batch, 0))
+    with pytest.raises(CallOrderError, match="gradients of the scaler before wait for a step"):
+        use_gradscale(run.accelerator, policy=gs.Static(2.0))
+    assert run.accelerator.scaler is run.scaler
+    run.optimizer.zero_grad()
+    use_gradscale(run.accelerator, policy=gs.Static(2.0))
 
 
 def test_disabled_scaler_steps_plainly() -> None:

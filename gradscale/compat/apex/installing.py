@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -100,5 +101,7 @@ def _shell(name: str) -> ModuleType:
     shell = ModuleType(name, f"{name}, as gradscale.compat.apex has it.")
     shell.__gradscale__ = True  # type: ignore[attr-defined]
     shell.__path__ = []
+    # importlib.util.find_spec(), by which other libraries look for Apex, wants one.
+    shell.__spec__ = ModuleSpec(name, None, is_package=True)
     sys.modules[name] = shell
     return shell

@@ -128,7 +128,8 @@ class Masters:
         if self._entered is None and self.needed(with_grad(optimizer.param_groups)):
             raise CallOrderError(
                 "optimizer.step() was called, which would move weights and not their masters. Call "
-                "mp.step() instead."
+                "mp.step() instead; with Lightning, the step() of self.optimizers(), or of the "
+                "optimizer that fabric.setup() returned."
             )
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import math
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def test_installed_names_can_be_imported_in_every_way() -> None:
     assert compat.install() is apex
     for name in APEX:
         assert importlib.import_module(name).__name__ == name
+        assert importlib.util.find_spec(name) is not None  # as transformers looks for it
     assert apex.amp.initialize is amp.initialize
     namespace: dict[str, Any] = {}
     exec(
