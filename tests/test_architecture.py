@@ -107,8 +107,8 @@ TORCH_RULES: dict[str, Set[str]] = {
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
     "blocks": {"features", "grads"},
     "checkpoint": {"scaler", "step"},
-    "stand_ins": {"scaler", "distributed.fsdp_scaler"},
-    "replacement": {"stand_ins"},
+    "drop_in": {"scaler", "distributed.fsdp_scaler"},
+    "replacement": {"drop_in"},
 }
 
 

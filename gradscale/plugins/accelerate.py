@@ -74,7 +74,7 @@ def use_gradscale(
         accelerator.native_amp = True  # what prepare() and autocast() go by
         for model in accelerator._models:
             _autocast_forward(accelerator, model)
-    _Attachment(accelerator, scaler).adopt()
+    _Attachment(accelerator, scaler).attach_prepared()
     return scaler
 
 
@@ -120,7 +120,7 @@ class _Attachment:
         accelerator.unscale_gradients = self.unscale_gradients
         accelerator.register_load_state_pre_hook(self._load_again)
 
-    def adopt(self) -> None:
+    def attach_prepared(self) -> None:
         """Names the models and takes over the optimizers that were prepared since the last call."""
         models = [each for each in self._accelerator._models if each not in self._named]
         if models:
@@ -141,7 +141,7 @@ class _Attachment:
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """`Accelerator.backward`."""
-        self.adopt()
+        self.attach_prepared()
         type(self._accelerator).backward(self._accelerator, loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -149,8 +149,7 @@ class _Attachment:
         several = self._accelerator._optimizers if optimizer is None else optimizer
         for each in several if isinstance(several, list | tuple) else [several]:
             bare = _bare(each)
-            entry = self._scaler._pipeline.entries.find(bare)
-            if entry is None or entry.unscaled_in is None:
+            if not self._scaler._pipeline.entries.is_unscaled(bare):
                 self._scaler.unscale_(bare)
 
     def _load_again(self, _: Any, folder: str) -> None:

@@ -9,22 +9,28 @@ step are one `apply()`; where a hook does, torch's calls on our scaler.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.wrappers import _FabricOptimizer
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
+
+try:
+    from lightning.fabric.wrappers import _FabricOptimizer
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+except ImportError as error:
+    message = "gradscale.plugins.lightning needs Lightning: pip install lightning."
+    raise ImportError(message) from error
 
 from gradscale.errors import CallOrderError, SettingError, StateError
 from gradscale.plugins.scheduler import FollowingScheduler
@@ -41,7 +47,6 @@ from gradscale.torch.mixed_precision.modes import mode_named, policy_for
 from gradscale.torch.mixed_precision.state import float32_state
 from gradscale.torch.optim.master_bits import HALF_DTYPES, LOW_BITS, MASTER, rounded
 from gradscale.torch.scaler import GradScaler
-from gradscale.torch.step.entries import UNSCALED
 from gradscale.torch.telemetry.names import bare
 
 _MODES = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -87,8 +92,11 @@ class GradscalePrecision(Precision):
         self._keep = list(keep_float32)
         self._by_trainer = False
         """Whether a Trainer calls, and not Fabric."""
-        self._models: list[nn.Module] = []
+        # Weakly: a model has its trainer, and that the optimizers of its run.
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The models that were converted."""
+        self._last_model: Callable[[], nn.Module | None] = lambda: None
+        """The last one of these, weakly."""
         self._unnamed: list[nn.Module] = []
         """Those of Fabric, and their wrappers, until the first step."""
         self._hooks: list[RemovableHandle] = []
@@ -108,13 +116,13 @@ class GradscalePrecision(Precision):
         forward = vars(bare(module)).get("forward")
         if self.mode.casts and isinstance(forward, CastForward):
             self._take_over(module, forward)
-        elif all(module is not known for known in self._models):
+        elif module not in self._models:
             params = [param for param in module.parameters() if param.requires_grad]
             exact = exact_values(params) if self.mode.casts else []
             convert_models([module], self.mode, self._keep)
             self._exact += exact
-        if all(module is not known for known in self._models):
-            self._models.append(module)
+        self._models.add(module)
+        self._last_model = weakref.ref(module)
         self._unnamed.append(module)
         if dist.is_available() and dist.is_initialized():
             self._hooks.append(module.register_forward_pre_hook(self._find_wrapper))
@@ -140,7 +148,11 @@ class GradscalePrecision(Precision):
         self._by_trainer = True
         if self.mode.casts:
             refuse_shared(optimizers, self.mode)
-        self._known = [each for each in self._known if any(each[0] is o for o in optimizers)]
+        here = set(map(id, optimizers))
+        for optimizer, _ in self._known:
+            if id(optimizer) not in here:
+                self.scaler._pipeline.entries.release(optimizer)
+        self._known = [each for each in self._known if id(each[0]) in here]
         for optimizer in optimizers:
             self.watch(optimizer)
         self._unnamed = [model]
@@ -176,10 +188,7 @@ class GradscalePrecision(Precision):
         (masters,) = give_masters([optimizer], self.mode, exact)
         self._exact = [pair for pair in self._exact if id(pair[0]) not in mine]
         self._known.append((optimizer, masters))
-        self.scaler.watch(optimizer)
-        entry = self.scaler._pipeline.entries.find(optimizer)
-        if entry is not None and masters is not None:
-            entry.masters = masters
+        self.scaler._pipeline.entries.watch(optimizer, masters)
 
     def _find_wrapper(self, *_: Any) -> None:
         """A hook of models: remembers the DistributedDataParallel whose forward this is part of."""
@@ -199,9 +208,10 @@ class GradscalePrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A context in which operations run in the format of the mode."""
-        if not self._models:
+        model = self._last_model()
+        if model is None:
             raise CallOrderError("There is no model yet. Call fabric.setup(model) first.")
-        kind = device_of(self._models[-1]).type
+        kind = device_of(model).type
         wide = self.mode.passes == "float32"
         # A whole training_step runs in it, which may step an optimizer and then go on: casts of
         # weights from before must not be used again.
@@ -263,7 +273,7 @@ class GradscalePrecision(Precision):
             self._step(optimizer, None, {}, self._run_hooks(model, optimizer))
         for scheduler in self._schedulers:
             if scheduler.followed is optimizer:
-                scheduler.note()
+                scheduler.count_step()
         return result
 
     def _run_hooks(self, model: LightningModule, optimizer: Any) -> dict[str, Any]:
@@ -283,7 +293,8 @@ class GradscalePrecision(Precision):
         limits: dict[str, Any],
     ) -> Any:
         """What a step with a closure returned, else None, after stepping or skipping."""
-        if closure is None and not kwargs and not self._is_unscaled(optimizer):
+        unscaled = self.scaler._pipeline.entries.is_unscaled(optimizer)
+        if closure is None and not kwargs and not unscaled:
             self.scaler.apply(optimizer, zero_grad=False, **limits)
             return None
         result = self.scaler.step(optimizer, closure, **kwargs)
@@ -312,12 +323,9 @@ class GradscalePrecision(Precision):
         """Divides the gradients of `optimizer` by their scale, once."""
         self._name_models()
         self.watch(optimizer)
-        if not self._is_unscaled(optimizer):
-            self.scaler.unscale_(_inner(optimizer))
-
-    def _is_unscaled(self, optimizer: Any) -> bool:
-        entry = self.scaler._pipeline.entries.find(_inner(optimizer))
-        return entry is not None and entry.stage is UNSCALED
+        inner = _inner(optimizer)
+        if not self.scaler._pipeline.entries.is_unscaled(inner):
+            self.scaler.unscale_(inner)
 
     # Checkpoints.
 

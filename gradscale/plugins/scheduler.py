@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from gradscale.torch.scaler import GradScaler
@@ -16,7 +17,7 @@ class FollowingScheduler:
 
     Args:
         scheduler: What is stepped, and has everything else.
-        scaler: What steps its optimizer; call `note()` after every step.
+        scaler: What steps its optimizer; call `count_step()` after every step.
     """
 
     def __init__(self, scheduler: Any, scaler: GradScaler) -> None:
@@ -30,7 +31,9 @@ class FollowingScheduler:
         """Whether that step is from before the last call."""
         self._due: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """The arguments of a call that was put off."""
-        scaler.follow(self._take_applied, optimizer=self.followed)
+        # Weakly: the scaler may outlive the run, and must not keep its optimizer alive.
+        count_applied = weakref.WeakMethod(self._count_applied)
+        scaler.follow(lambda: (found := count_applied()) and found(), optimizer=self.followed)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -39,43 +42,43 @@ class FollowingScheduler:
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the scheduler; **waits for the device** if a call was put off."""
-        if "_scheduler" not in vars(self):  # a copy that has not got anything yet
+        if "_scheduler" not in vars(self):  # a copy that has no attributes yet
             raise AttributeError(name)
         if self._due is not None:
-            self._settle()
+            self._wait()
         return getattr(self._scheduler, name)
 
-    def note(self) -> None:
-        """Takes down that the optimizer was stepped, or the step skipped."""
-        self._close()
+    def count_step(self) -> None:
+        """Counts a step of the optimizer, applied or skipped."""
+        self._end_step()
         self._stepped = self._open = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps the scheduler, unless every step since the last call was skipped."""
         if self._due is not None:
-            self._settle()
+            self._wait()
         self._due = args, kwargs
         if self._stepped and not self._applied and self._open:
             if self._scaler.outcome(self.followed).ready():
-                self._settle()
+                self._wait()
             return
         self._counted = self._open
         self._call(self._applied or not self._stepped)
 
-    def _settle(self) -> None:
-        """Finds the result of the last step; **waits for the device**."""
+    def _wait(self) -> None:
+        """Reads the result of the last step; **waits for the device**."""
         self._scaler.flush()
-        self._close()
+        self._end_step()
 
-    def _take_applied(self) -> None:
+    def _count_applied(self) -> None:
         """Called by the scaler if the last step was applied, before the next one begins."""
         if not self._counted:
             self._applied = True
             if self._due is not None:
                 self._call(True)
 
-    def _close(self) -> None:
-        """Takes the last step for a skipped one unless `_take_applied()` was called for it."""
+    def _end_step(self) -> None:
+        """Counts the last step as skipped unless `_count_applied()` was called for it."""
         self._open = self._counted = False
         if self._due is not None:
             self._call(self._applied)

@@ -31,16 +31,16 @@ def replace() -> Iterator[None]:
     """
     global _blocks
     # Here, because it imports FSDP, which takes longer than the rest of the package.
-    from gradscale.torch.stand_ins import CLASSES
+    from gradscale.torch.drop_in import CLASSES
 
+    places = [place.rpartition(".") for place in CLASSES]
+    modules = [(importlib.import_module(module), name) for module, _, name in places]
     with _lock:
-        _blocks += 1
-        if _blocks == 1:
-            for place, kind in CLASSES.items():
-                module_name, _, name = place.rpartition(".")
-                module = importlib.import_module(module_name)
-                _replaced.append((module, name, getattr(module, name)))
+        if _blocks == 0:
+            _replaced.extend([(module, name, getattr(module, name)) for module, name in modules])
+            for (module, name), kind in zip(modules, CLASSES.values(), strict=True):
                 setattr(module, name, kind)
+        _blocks += 1
     try:
         yield
     finally:

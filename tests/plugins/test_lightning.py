@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +299,19 @@ def test_masters_begin_as_the_weights_were_before_the_cast() -> None:
     run.test(model, loader(batches(1, None)), verbose=False)
     run.fit(model, loader(batches(2, None)))
     assert same(seen[0], network().parameters())
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "fp16-master"])
+def test_next_run_releases_the_last_one(mode: str) -> None:
+    plugin, optimizers = GradscalePrecision(mode), []
+    for _ in range(2):
+        run = trainer(plugin)
+        run.fit(Model("fused"), loader(batches()))
+        optimizers.append(weakref.ref(run.optimizers[0]))
+        del run
+        gc.collect()
+    assert optimizers[0]() is None
+    assert optimizers[1]() is not None  # kept for float32_model_state()
 
 
 def test_what_is_loaded_between_two_runs_counts() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ class Run:
         """A step that is applied, or not."""
         self.scaler.backward(self.weight * (1.0 if applied else torch.inf))
         assert bool(self.scaler.apply(self.optimizer).applied) is applied
-        self.ours.note()
+        self.ours.count_step()
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
@@ -60,7 +62,7 @@ def test_scheduler_moves_before_the_next_step_if_one_was_applied(late: bool) -> 
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_reading_settles_a_call(late: bool, applied: bool) -> None:
+def test_reading_makes_a_call_that_was_put_off(late: bool, applied: bool) -> None:
     run = Run()
     run.take(True)
     run.ours.step()
@@ -107,3 +109,18 @@ def test_it_passes_for_the_scheduler() -> None:
     assert copy.copy(run.ours).get_last_lr() == [1.0]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         run.ours.nothing  # noqa: B018
+
+
+def test_scaler_does_not_keep_a_run_alive(late: bool) -> None:
+    run = Run()
+    run.take(True)
+    run.ours.step()
+    scaler, optimizer = run.scaler, weakref.ref(run.optimizer)
+    del run
+    gc.collect()
+    assert optimizer() is None
+    other = Run()
+    scaler.backward(other.weight)
+    scaler.apply(other.optimizer)  # calls nothing of the run that is gone
+    scaler.flush()
+    assert other.inner.last_epoch == 0

@@ -33,7 +33,7 @@ from gradscale.compat.apex.functions import (
 )
 from gradscale.compat.apex.handle import AmpHandle, NoOpHandle
 from gradscale.compat.apex.loss_scaler import LossScaler
-from gradscale.compat.apex.options import DISABLED, Options, settle
+from gradscale.compat.apex.options import DISABLED, Options, resolve
 from gradscale.compat.apex.session import SESSION, disable_casts
 from gradscale.errors import SettingError, StateError, caller_level
 
@@ -99,7 +99,7 @@ def initialize(
     if not enabled:
         SESSION.begin(DISABLED, [])
         return models if optimizers is None else (models, optimizers)
-    options = settle(
+    options = resolve(
         opt_level,
         SESSION.hard_override,
         cast_model_type=cast_model_type,

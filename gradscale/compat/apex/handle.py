@@ -59,7 +59,9 @@ class OptimWrapper:
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_optimizer"], name)
+        if "_optimizer" not in vars(self):  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
 
 
 class AmpHandle:

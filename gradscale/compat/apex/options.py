@@ -68,7 +68,7 @@ DISABLED = Options(None, None, False, None, None, 1.0, enabled=False)
 """Those of `amp.initialize(enabled=False)`."""
 
 
-def settle(opt_level: Any, hard_override: bool = False, **overrides: Any) -> Options:
+def resolve(opt_level: Any, hard_override: bool = False, **overrides: Any) -> Options:
     """The options of `opt_level`, with those `overrides` that are not None.
 
     With `hard_override`, overrides that do not go with the level are taken, with a warning.

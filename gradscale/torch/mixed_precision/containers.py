@@ -119,10 +119,18 @@ def _fields(value: Any) -> list[str]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """All that `value` has in its dictionary and its slots."""
-    slots = [name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
-    own = [name for name in slots if name[:2] != "__" and hasattr(value, name)]
-    held = {name: getattr(value, name) for name in own}
+    slots = [name for each in type(value).__mro__ for name in _slots(each)]
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})}
+
+
+def _slots(kind: type) -> list[str]:
+    """The attributes that `kind` has slots for. Not `copyreg._slotnames`: it cannot be traced."""
+    slots = getattr(kind, "__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    own = f"_{kind.__name__.lstrip('_')}"
+    public = [name for name in names if name[:2] != "__"]
+    return public + [own + name for name in names if name[:2] == "__" and name[-2:] != "__"]
 
 
 def _with_attributes(value: Any, attributes: dict[str, Any]) -> Any:

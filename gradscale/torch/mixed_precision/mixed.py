@@ -89,7 +89,7 @@ class MixedPrecision:
         self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
         self._embeddings = Embeddings(self.models)
-        self._embeddings.refuse_forgotten(self.optimizers)
+        self._embeddings.refuse_stale(self.optimizers)
         self._masters = convert(self.models, self.optimizers, self.mode, list(keep_float32))
         self._accumulation: Accumulation | None = None
         self._followed: list[tuple[Any, dict[str, Any]]] = []
@@ -101,10 +101,8 @@ class MixedPrecision:
     def _attach(self) -> None:
         """Makes models, optimizers and masters known to the scaler."""
         for optimizer, masters in zip(self.optimizers, self._masters, strict=True):
-            self.scaler.watch(optimizer)  # gradients may be left for it before its first step
-            entry = self.scaler._pipeline.entries.find(optimizer)
-            if entry is not None and masters is not None:
-                entry.masters = masters
+            # Gradients may be left for it before its first step.
+            self.scaler._pipeline.entries.watch(optimizer, masters)
         for model in self.models:
             self.scaler.name(model)
 

@@ -1,7 +1,7 @@
-"""What models of transformers say about themselves.
+"""Attributes of transformers models: what they keep in float32, and their embeddings.
 
-Read from their attributes, wherever in a model they are, also inside of PEFT: nothing is imported,
-and any model may say the same.
+They are read from every module of a model, also inside of PEFT. Nothing is imported, and any module
+may have the same attributes.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from gradscale.torch.telemetry.names import bare
 
 
 def modules_in_float32(model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
-    """The modules that `model` wants in float32 where others are cast to `dtype`."""
+    """The modules that `model` keeps in float32 where others are cast to `dtype`."""
     found = {
         module
-        for outer, wanted in _wishes(model, dtype)
+        for outer, pattern in _float32_patterns(model, dtype)
         for name, module in outer.named_modules()
-        if re.search(rf"(^|\.)({wanted})$", name)
+        if re.search(rf"(^|\.)({pattern})$", name)
     }
     return [module for module in model.modules() if module in found]
 
 
 def params_in_float32(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    """The parameters that `model` wants in float32 where others are cast to `dtype`."""
+    """The parameters that `model` keeps in float32 where others are cast to `dtype`."""
     return [
         param
-        for outer, wanted in _wishes(model, dtype)
+        for outer, pattern in _float32_patterns(model, dtype)
         for name, param in outer.named_parameters()
-        if re.search(rf"(^|\.)({wanted})(\.|$)", name)
+        if re.search(rf"(^|\.)({pattern})(\.|$)", name)
     ]
 
 
-def _wishes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that want something in float32, and a regular expression of their names for it.
+def _float32_patterns(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that keep parts of themselves in float32, and a regular expression of their names.
 
-    Names of the first list are those that float16 is too narrow for.
+    The first list is for float16 alone, whose range is too small for these parts.
     """
     for module in model.modules():
         names: list[str] = []
@@ -87,15 +87,15 @@ class Embeddings:
                     "them. Call it first, then build the optimizer and MixedPrecision."
                 )
 
-    def refuse_forgotten(self, optimizers: Sequence[Optimizer]) -> None:
+    def refuse_stale(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises a SettingError if an optimizer has embeddings that a model had before."""
         trained = _trained(optimizers)
         own = {id(param) for model in self._models for param in model.parameters()}
-        strangers = {param.shape[1:] for key, param in trained.items() if key not in own}
+        others = {param.shape[1:] for key, param in trained.items() if key not in own}
         for model in self._models:
             for weight in _embeddings(model):
-                forgotten = weight.requires_grad and id(weight) not in trained
-                if forgotten and weight.shape[1:] in strangers:
+                missing = weight.requires_grad and id(weight) not in trained
+                if missing and weight.shape[1:] in others:
                     raise SettingError(
                         f"The optimizer has embeddings that {type(model).__name__} no longer has, "
                         f"and not those of shape {tuple(weight.shape)} that it has now. Build the "
@@ -110,13 +110,13 @@ def _trained(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
 
 
 def _embeddings(model: Any) -> list[Tensor]:
-    """The weights of the embeddings that `model` says it has."""
+    """The weights of the input and output embeddings of `model`, if it has such methods."""
     found: list[Tensor] = []
     for which in ("get_input_embeddings", "get_output_embeddings"):
         try:
             weight = getattr(model, which)().weight
         except (AttributeError, NotImplementedError):
-            continue  # it has none, or does not say
+            continue  # it has none, or no such method
         if isinstance(weight, nn.Parameter):  # and not one that is computed
             found.append(weight)
     return found

@@ -317,9 +317,23 @@ class Entries:
             if grads and ref() is not None and version_of(grads[0]) == version:
                 entry.stepped_at, entry.witness = count, witness
 
-    def watch(self, optimizer: Any) -> None:
-        """Makes `optimizer` known before its first step."""
-        self.of(optimizer, "watch").known = True
+    def watch(self, optimizer: Any, masters: Any = None) -> None:
+        """Makes `optimizer` known before its first step, with what keeps its masters, if given."""
+        entry = self.of(optimizer, "watch")
+        entry.known = True
+        if masters is not None:
+            entry.masters = masters
+
+    def release(self, optimizer: Any) -> None:
+        """Drops the masters of `optimizer`, which keep it alive: it takes no further step."""
+        entry = self.find(optimizer)
+        if entry is not None:
+            entry.masters = None
+
+    def is_unscaled(self, optimizer: Any) -> bool:
+        """Whether the gradients of `optimizer` are unscaled and wait for its step."""
+        entry = self.find(optimizer)
+        return entry is not None and entry.stage is UNSCALED
 
     def in_use(self) -> list[OptimizerEntry]:
         """The entries that have been used in this iteration."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradscale.compat.apex import amp
 from gradscale.compat.apex.functions import cast_all
 from gradscale.compat.apex.models import release
-from gradscale.compat.apex.options import LEVELS, settle
+from gradscale.compat.apex.options import LEVELS, resolve
 from gradscale.errors import CallOrderError, SettingError
 
 pytestmark = pytest.mark.usefixtures("fresh_amp")
@@ -71,7 +71,7 @@ def dtypes(model: Net) -> tuple[torch.dtype, torch.dtype]:
     ],
 )
 def test_override_is_taken(level: str, name: str, given: Any, want: Any) -> None:
-    options = settle(level, **{name: given})
+    options = resolve(level, **{name: given})
     assert getattr(options, name) == want
     others = [field for field in vars(LEVELS[level]) if field != name]
     assert all(getattr(options, field) == getattr(LEVELS[level], field) for field in others)

@@ -250,7 +250,7 @@ def test_disabled_handle_does_nothing() -> None:
 
 
 def one_weight(**settings: Any) -> tuple[Any, nn.Parameter, torch.optim.SGD]:
-    """A handle whose scale is 8, and an optimizer of one weight, which is 1."""
+    """A handle, and an optimizer of one weight, which is 1."""
     handle: Any = amp.init(**settings)
     param = nn.Parameter(torch.ones(1))
     return handle, param, torch.optim.SGD([param], lr=0.5)
@@ -294,6 +294,7 @@ def test_wrapped_optimizer_has_a_scale_for_every_loss() -> None:
     assert [scaler.loss_scale() for scaler in optimizer._loss_scaler] == [2.0**16, 2.0**15]
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state_dict() == inner.state_dict()
+    assert copy.copy(optimizer).param_groups is inner.param_groups
     for _ in range(2):
         with optimizer.scale_loss(param.sum()) as scaled:
             scaled.backward()

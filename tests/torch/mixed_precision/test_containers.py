@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -85,6 +86,34 @@ def test_a_rebuilt_object_has_all_that_the_old_one_had() -> None:
     assert ordered["x"] is ordered.x
     assert ordered.hidden is None
     assert wide(defaultdict(list, x=torch.ones(1)))["new"] == []
+
+
+class OneSlot:
+    __slots__ = "tag"
+
+
+class PrivateSlot(OneSlot):
+    __slots__ = ("__hidden",)
+
+    def hide(self, value: int) -> None:
+        self.__hidden = value
+
+    def hidden(self) -> int:
+        return self.__hidden
+
+
+@dataclass
+class InSlots(PrivateSlot):
+    x: Tensor
+
+
+def test_slots_of_base_classes_are_kept() -> None:
+    old = InSlots(torch.ones(1))
+    old.hide(7)
+    assert not hasattr(mapped(old, Tensor.double, deep=True), "tag")
+    old.tag = "kept"
+    new = mapped(old, Tensor.double, deep=True)
+    assert (new.x.dtype, new.tag, new.hidden()) == (torch.float64, "kept", 7)
 
 
 @every_kind

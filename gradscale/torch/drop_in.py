@@ -1,4 +1,4 @@
-"""The classes that torch's names have inside `replace()`: ours, with torch's constructors.
+"""Drop-in classes for torch's names inside `replace()`: ours, with torch's constructors.
 
 Each inherits from ours first and from the class whose name it has as well, so a scaler that was
 made inside is an instance of that class outside, too. The other way round, a scaler of torch's that
@@ -22,7 +22,7 @@ def _subclasses_of(theirs: type) -> Any:
     """The `__subclasshook__` with which the subclasses of `theirs` are those of a class."""
 
     def hook(cls: type, kind: type) -> Any:
-        # A class that somebody derives from a stand-in has its own subclasses.
+        # A class that somebody derives from a drop-in class has its own subclasses.
         return issubclass(kind, theirs) if "__subclasshook__" in vars(cls) else NotImplemented
 
     return classmethod(hook)
