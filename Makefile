@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 
 # The suite with another torch, and another Python: make compat TORCH=2.6.0 PYTHON=python3.12
 # Hardly anything else is pinned, because no version of jax or Triton suits all of them (older Triton
-# interprets kernels with numpy up to 2.4 only). The trainers
+# interprets kernels with numpy up to 2.3 only). The trainers
 # (Lightning, Accelerate, Transformers, PEFT) have demands of their own on torch and are left out; tests
 # of what is not there are skipped. An environment takes 6 GB, most of it CUDA libraries. TESTS
 # chooses files. docs/versions.md has what was run.
@@ -60,7 +60,7 @@ compat: $(COMPAT)/.installed
 $(COMPAT)/.installed: pyproject.toml
 	@test -n "$(TORCH)" || { echo "Say which torch: make compat TORCH=2.6.0"; exit 2; }
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,demo]" hypothesis jax keras "numpy<2.5" \
+	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,demo]" hypothesis jax keras "numpy<2.4" \
 		pytest pytest-xdist pytorch-optimizer torchao triton
 	touch $@
 
