@@ -79,7 +79,7 @@ class CastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         if self.inputs is not None:
-            args = self.cast(args, self.inputs, False)
+            args = tuple([self.cast(value, self.inputs, False) for value in args])
             kwargs = {name: self.cast(value, self.inputs, False) for name, value in kwargs.items()}
         with self.context(self):
             if self.inner is None:
@@ -100,6 +100,8 @@ class CastForward:
 
 def cast_tensors(value: Any, dtype: torch.dtype, deep: bool) -> Any:
     """`value` with its tensors cast; `deep` also those in lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return _floating(value, dtype)
     return mapped(value, partial(_floating, dtype=dtype), deep)
 
 

@@ -193,7 +193,8 @@ class MixedPrecision:
         """
         if self._accumulation is not None:
             raise CallOrderError("step() was called within accumulate(). Call it after the block.")
-        self._embeddings.refuse_replaced(self.optimizers)
+        if self._embeddings.shapes:
+            self._embeddings.refuse_replaced(self.optimizers)
         chosen: Any = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
         if optimizer is not None:
             chosen = as_optimizers(optimizer, "step()")

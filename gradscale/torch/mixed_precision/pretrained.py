@@ -69,17 +69,18 @@ class Embeddings:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         bares = [bare(model) for model in models]
         self._models = [model for model in bares if all(map(_is_whole, _embeddings(model)))]
-        self._shapes = {
+        self.shapes = {
             weight: weight.shape for model in self._models for weight in _embeddings(model)
         }
+        """What they were like; empty where no model has any."""
 
     def refuse_replaced(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises a CallOrderError if a model has embeddings that no optimizer has as they are."""
         for model in self._models:
             for weight in _embeddings(model):
-                if not weight.requires_grad or self._shapes.get(weight) == weight.shape:
+                if not weight.requires_grad or self.shapes.get(weight) == weight.shape:
                     continue
-                if weight not in self._shapes and id(weight) in _trained(optimizers):
+                if weight not in self.shapes and id(weight) in _trained(optimizers):
                     continue  # embeddings of another adapter, for one
                 raise CallOrderError(
                     f"{type(model).__name__} has other embeddings than when MixedPrecision was "

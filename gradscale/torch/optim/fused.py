@@ -87,7 +87,11 @@ class FusedStep:
         scaling = Scaling(divisor, getattr(optimizer, "found_inf", None), self._unscale_grads)
         plan, grads = self._tensor_plan, None
         with torch.no_grad():
-            if plan is not None and not any(map(dispatch.uses_triton, plan.devices)):
+            if plan is not None and (
+                dispatch._path != "triton"
+                if plan.on_cpu
+                else not any(map(dispatch.uses_triton, plan.devices))
+            ):
                 grads = plan.grads(optimizer)
             if plan is not None and grads is not None:
                 plan.run(grads, scaling)
@@ -220,7 +224,8 @@ class TensorPlan:
         self._dtypes = list(map(_DTYPE, members.params))
         self._sizes = list(map(Tensor.numel, members.params))
         self._strides = strides_of(locals_of(members.params))
-        self._on_cpu = all(map(_ON_CPU, members.params))
+        self.on_cpu = all(map(_ON_CPU, members.params))
+        """Whether kernels are only used if somebody asks for them."""
         self.devices = {param.device for param in members.params}
 
     def grads(self, optimizer: Optimizer) -> list[Tensor] | None:
@@ -234,7 +239,7 @@ class TensorPlan:
             and members.same_states(optimizer)
             and list(map(_DTYPE, params)) == self._dtypes
             and list(map(Tensor.numel, params)) == self._sizes
-            and all(map(_ON_CPU, params)) is self._on_cpu
+            and all(map(_ON_CPU, params)) is self.on_cpu
         ):
             return None
         here = params if set(map(type, params)) <= PLAIN else locals_of(params)
