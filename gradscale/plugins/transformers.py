@@ -4,7 +4,7 @@
     use_gradscale(trainer, policy=gs.Headroom())
     trainer.train()
 
-For every class derived from Trainer, such as those of TRL. The Trainer has an Accelerator, so this
+For every class derived from Trainer. The Trainer has an Accelerator, so this
 is `gradscale.plugins.accelerate` and two numbers more in its logs.
 """
 

@@ -323,6 +323,15 @@ def test_second_call_is_refused_while_gradients_wait() -> None:
     use_gradscale(run.accelerator, policy=gs.Static(2.0))
 
 
+def test_unscaling_after_the_step_is_refused_as_by_torch() -> None:
+    run = Run()
+    batch = batches()[0]
+    run.accelerator.backward(loss_of(run.forward(batch), batch, 0))
+    run.scaler.step(run.optimizer.optimizer)
+    with pytest.raises(CallOrderError, match=r"unscale_\(\) was called after step\(\)"):
+        run.accelerator.unscale_gradients()
+
+
 def test_disabled_scaler_steps_plainly() -> None:
     run = Run(enabled=False)
     run.step(0, batches()[0], "norm")
