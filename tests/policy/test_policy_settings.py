@@ -124,10 +124,10 @@ def test_policy_comes_before_settings_that_nobody_gave() -> None:
     ("policy", "settings", "said"),
     [
         (
-            rules.Headroom(margin=2),
+            rules.Headroom(margin=3),
             {"init_scale": 3.0},
-            "policy=Headroom(margin=2) and init_scale=3.0. "
-            "Write policy=gs.Headroom(margin=2, init_scale=3.0).",
+            "policy=Headroom(margin=3) and init_scale=3.0. "
+            "Write policy=gs.Headroom(margin=3, init_scale=3.0).",
         ),
         (
             rules.Headroom(),
