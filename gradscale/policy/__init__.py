@@ -11,7 +11,7 @@ from __future__ import annotations
 from gradscale.policy.arrays import room_below, scalars
 from gradscale.policy.constant import Off, ScaleState, Static
 from gradscale.policy.dynamic import Dynamic, DynamicState, Lengthening, for_pretraining
-from gradscale.policy.headroom import Headroom, HeadroomState, for_short_runs
+from gradscale.policy.headroom import LONE, Headroom, HeadroomState, for_short_runs
 from gradscale.policy.histogram import Histogram, HistogramState
 from gradscale.policy.logmax import LogMax, LogMaxState
 from gradscale.policy.registry import POLICIES, Policy, State, as_policy, policy_or_settings
@@ -19,6 +19,7 @@ from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, DefaultBound
 from gradscale.policy.stats import GradStats
 
 __all__ = [
+    "LONE",
     "MAX_SCALE",
     "MIN_SCALE",
     "POLICIES",

@@ -18,7 +18,7 @@ REACH = 14
 WIDEST = 15
 """The most binades that unpredicted overflows can add to the margin."""
 LONE = 16
-"""Finite steps that earn one overflow which counts as a lone spike, with `spikes="skip"`."""
+"""Finite steps that earn one overflow which counts as a lone spike."""
 LONG = 16
 """How many times `pause` a raise by a single binade has to wait."""
 CURABLE = 2
@@ -50,7 +50,8 @@ class HeadroomState(NamedTuple):
     seen: Any
     """1 after the first finite step with a gradient that is not zero, else 0 (int32)."""
     bad_steps: Any
-    """Steps that were not finite since the last finite one with a nonzero gradient (int32)."""
+    """Steps that were not finite since the last finite one with a nonzero gradient, without lone
+    spikes; -1 right after one (int32)."""
     calm: Any
     """Finite steps since the last that was not, or was above crest and `spread` (int32)."""
     patience: Any
@@ -225,15 +226,7 @@ class Headroom:
         wider = xp.where(some, wider, zero)
         longer = xp.minimum(state.patience, whole(2**20)) * whole(2)
         longer = xp.maximum(longer, whole(self.forget))
-        longer = xp.where(some & (state.bad_steps <= whole(self._skips)), longer, state.patience)
-        # A lone spike moves nothing; the next step shows whether it was one.
-        lone = some & (state.bad_steps <= zero) & (state.credit >= whole(LONE))
-        lone = lone & (whole(self._skips) > zero)
-        bad = xp.where(lone, log2_scale, bad)
-        wider = xp.where(lone, state.spread, wider)
-        longer = xp.where(lone, state.patience, longer)
-        paid = xp.where(lone, state.credit - whole(LONE), state.credit)
-        earned = xp.minimum(state.credit + one, whole(4 * LONE))
+        longer = xp.where(some & (state.bad_steps <= zero), longer, state.patience)
 
         exponent_after = xp.where(finite, good, bad)
         exponent_after = xp.minimum(xp.maximum(exponent_after, whole(-126)), whole(127))
@@ -242,7 +235,7 @@ class Headroom:
         scale = xp.maximum(scale, xp.full_like(scale, self.min_scale))
         scale = xp.minimum(scale, xp.full_like(scale, self.max_scale))
         rose = scale > state.scale
-        worse = xp.minimum(state.bad_steps, last) + one
+        worse = xp.minimum(xp.maximum(state.bad_steps, zero), last) + one
         after = HeadroomState(
             scale=scale,
             last=xp.where(shows, exponent, xp.where(finite, state.last, log2_scale)),
@@ -256,20 +249,22 @@ class Headroom:
             calm=xp.where(finite, calm, zero),
             patience=xp.where(finite, state.patience, longer),
             rest=xp.where(rose, zero, xp.minimum(state.rest, last) + one),
-            credit=xp.where(finite, earned, paid),
+            credit=xp.where(finite, xp.minimum(state.credit + one, whole(4 * LONE)), state.credit),
         )
         takes = always & stats.loss_finite & xp.where(finite, fits, always)
-        return where_all(takes, after, state, xp)
+        after = where_all(takes, after, state, xp)
+        if self.spikes == "fit":
+            return after
+        # A lone spike moves nothing, and a second one in a row is none.
+        lone = some & (state.bad_steps == zero) & (state.credit >= whole(LONE))
+        lone = lone & takes & xp.where(finite, state.seen < zero, always)
+        spent = state._replace(bad_steps=whole(-1), credit=state.credit - whole(LONE))
+        return where_all(lone, spent, after, xp)
 
     @cached_property
     def _room(self) -> int:
         """The exponent that the largest scaled gradient should have."""
         return format_named(self.format).ceiling - self.margin
-
-    @property
-    def _skips(self) -> int:
-        """1 if lone spikes are skipped, else 0."""
-        return SPIKES.index(self.spikes)
 
     @staticmethod
     def _exponent(stats: GradStats, scale: Any, xp: Any, zero: Any) -> Any:

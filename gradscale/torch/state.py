@@ -248,11 +248,15 @@ class ScaleState:
         for _ in range(getattr(self.policy, "hysteresis", 1) - 1):
             if float(self.live.scale) < used:
                 break
-            flags: Any = (False, True)
-            if not self.on_host:
-                flags = tuple(torch.full_like(self.live.scale, f, dtype=torch.bool) for f in flags)
-            self.advance(GradStats(finite=flags[0], fits=flags[1]))
+            self.overflow()
         return float(self.live.scale) < used
+
+    def overflow(self) -> None:
+        """Moves the scale as an overflow does."""
+        flags: Any = (False, True)
+        if not self.on_host:
+            flags = tuple(torch.full_like(self.live.scale, f, dtype=torch.bool) for f in flags)
+        self.advance(GradStats(finite=flags[0], fits=flags[1]))
 
     # Reading and setting.
 

@@ -371,7 +371,7 @@ def test_second_bad_step_in_a_row_is_no_lone_spike() -> None:
     policy = Headroom(spikes="skip")
     state, _ = fed(policy, [-9.0] * 200)
     after, scales = fed(policy, [20.0, 20.0], state)
-    assert scales == [math.log2(state.scale), math.log2(state.scale) - 8]
+    assert scales == [math.log2(state.scale), math.log2(state.scale) - 2]
     assert after.patience == policy.forget
 
 
