@@ -243,9 +243,11 @@ class ScaleState:
     def lower(self, used: float) -> bool:
         """Whether the scale is below the one that was `used`, in a step that overflowed.
 
-        A policy with hysteresis gets this overflow until it lowers the scale.
+        A policy that waits, for more of them or because of `spikes`, gets this overflow until it
+        lowers the scale.
         """
-        for _ in range(getattr(self.policy, "hysteresis", 1) - 1):
+        skips = getattr(self.policy, "spikes", None) == "skip"
+        for _ in range(1 if skips else getattr(self.policy, "hysteresis", 1) - 1):
             if float(self.live.scale) < used:
                 break
             self.overflow()
