@@ -14,7 +14,14 @@ from gradscale.policy.dynamic import Dynamic, DynamicState, Lengthening, for_pre
 from gradscale.policy.headroom import LONE, Headroom, HeadroomState, for_short_runs
 from gradscale.policy.histogram import Histogram, HistogramState
 from gradscale.policy.logmax import LogMax, LogMaxState
-from gradscale.policy.registry import POLICIES, Policy, State, as_policy, policy_or_settings
+from gradscale.policy.registry import (
+    NAMES,
+    POLICIES,
+    Policy,
+    State,
+    as_policy,
+    policy_or_settings,
+)
 from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, DefaultBound
 from gradscale.policy.stats import GradStats
 
@@ -22,6 +29,7 @@ __all__ = [
     "LONE",
     "MAX_SCALE",
     "MIN_SCALE",
+    "NAMES",
     "POLICIES",
     "DefaultBound",
     "Dynamic",

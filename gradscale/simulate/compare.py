@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradscale.errors import SettingError
-from gradscale.policy import POLICIES, Policy
+from gradscale.policy import NAMES, POLICIES, Policy, as_policy
 from gradscale.simulate.histories import KINDS, History, made_up, recorded
 from gradscale.simulate.walk import walk
 
@@ -66,6 +66,8 @@ def parse(text: str) -> Policy:
         settings = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         if None in settings:
             raise ValueError
+        if not call.args and call.func.id in NAMES:
+            return as_policy(call.func.id, **settings)
         return POLICIES[call.func.id](*map(ast.literal_eval, call.args), **settings)
     except SettingError:
         raise

@@ -63,7 +63,8 @@ class MixedPrecision:
             mode casts weights. It stays the same object.
         optimizer: The optimizer, or several; any of torch's, or ours, which take fewer passes.
         mode: One of the above.
-        policy: What moves the scale: `Headroom()` in float16, else `Static()` at 1.
+        policy: What moves the scale, a policy or a name such as "dynamic": `Headroom()` in float16,
+            else `Static()` at 1.
         keep_float32: Modules that stay in float32, besides norms: names with wildcards, modules,
             classes.
         retries: How often `run()` computes a batch again that overflows; a lone spike then moves no
@@ -77,7 +78,7 @@ class MixedPrecision:
         optimizer: Optimizer | Iterable[Optimizer],
         mode: str = "fp16",
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         keep_float32: Iterable[Keep] = (),
         retries: int | None = None,
         **settings: Any,
