@@ -21,6 +21,7 @@ import drop_in  # noqa: E402
 import end_to_end  # noqa: E402
 import host  # noqa: E402
 import modes  # noqa: E402
+import spikes  # noqa: E402
 import step  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -50,8 +51,18 @@ def one_thread() -> Iterator[None]:
 
 
 def test_scripts_are_all_known_here() -> None:
-    known = (calls, drop_in, end_to_end, host, modes, ranks, step)
+    known = (calls, drop_in, end_to_end, host, modes, ranks, spikes, step)
     assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {each.__file__ for each in known}
+
+
+def test_spikes_are_recomputed_or_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    spikes.main(["--tiny", "--turns", "1", "--iterations", "50"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"| {name}" for name in spikes.NAMES]
+    skipped, recomputed = [int(row[3]) for row in rows], [row[4] for row in rows]
+    assert (skipped[0], skipped[2], skipped[3]) == (0, 0, 0)
+    assert skipped[1] > 0
+    assert recomputed == ["0.0%", "0.0%", "0.0%", "2.0%"]
 
 
 @pytest.mark.parametrize(
