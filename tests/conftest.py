@@ -36,6 +36,7 @@ if importlib.util.find_spec("hypothesis"):
 THEIR_WARNINGS = [
     "ignore:.torch.cpu.amp.autocast.args.*:FutureWarning",  # torch 2.4: checkpoint()
     "ignore:Converting a tensor with requires_grad:UserWarning:torch.optim.lbfgs",  # torch 2.8
+    "ignore:The .grad attribute of a Tensor that is not:UserWarning",  # torch 2.11: compile()
     "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",  # Triton 3.4
     "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",  # torch 2.15: compile()
 ]
