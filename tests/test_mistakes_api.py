@@ -242,7 +242,8 @@ def weight_of_dtype(kind: Kind, dtype: torch.dtype, fused: bool, device: str = "
 def test_all_gradient_dtypes_work_alike() -> None:
     assert weight_of_dtype(TORCH, torch.float16, fused=False) is ValueError
     assert weight_of_dtype(TORCH, torch.float16, fused=True) == 0.0
-    assert weight_of_dtype(TORCH, torch.complex64, fused=False) is NotImplementedError
+    missing = outcome(torch.ones(1, dtype=torch.complex64).erf)  # in torch 2.4 a RuntimeError
+    assert weight_of_dtype(TORCH, torch.complex64, fused=False) is missing
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for fused in (False, True):
             assert (dtype, weight_of_dtype(OURS, dtype, fused)) == (dtype, 0.0)
