@@ -20,6 +20,11 @@ OPERATOR_TAGS: dict[str, Any] = (
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether a gradient may have another format than its weight (torch 2.10)."""
 
+TRACES_REPLACED_WEIGHTS = torch.__version__ >= "2.5"
+"""Whether a compiled model uses the weights that a hook has given it, and not those that it had
+when it was compiled (torch 2.5). The setting that says so is in Dynamo, which takes a second to
+import, and later versions warn of it."""
+
 ADAM_TAKES_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
 """Whether Adam has the setting that makes it AdamW (torch 2.7)."""
 
