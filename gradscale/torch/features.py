@@ -31,7 +31,11 @@ ADAM_TAKES_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim
 
 @functools.cache  # a process has the same one as long as it runs
 def accelerator() -> str | None:
-    """The kind of accelerator that there is, None without one (`torch.accelerator`: torch 2.6)."""
+    """The kind of accelerator that this torch is built for, None for a build for the CPU.
+
+    Without `torch.accelerator` (torch 2.6) it is the one that there is. With it, that is not asked:
+    the question can start CUDA, and then a process may not fork.
+    """
     if not hasattr(torch, "accelerator"):
         there = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
         return next((kind for kind in there if there[kind].is_available()), None)
