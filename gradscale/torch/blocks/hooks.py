@@ -19,7 +19,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import OUTSIDE, cross, lend
 from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
-from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS, untraced
+from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS
 
 _marks = itertools.count()
 _EARLY = 16
@@ -54,10 +54,6 @@ class BlockHooks:
         self._own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
         """The weights that were replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
-        self._refuse_graph: Callable[[], None] | None = None
-        """What to call in a compiled function, if this torch would compile the wrong weights."""
-        if not TRACES_REPLACED_WEIGHTS:
-            self._refuse_graph = untraced(_refuse_graph, "BlockScales refuses to be compiled")
         self.device = _device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
@@ -86,8 +82,10 @@ class BlockHooks:
         """The arguments of a block, behind its border: a forward pre-hook."""
         if not torch.is_grad_enabled():
             return None
-        if self._refuse_graph is not None and torch.compiler.is_compiling():
-            self._refuse_graph()
+        if not TRACES_REPLACED_WEIGHTS and torch.compiler.is_compiling():
+            from gradscale.torch.blocks import refusal  # loads Dynamo, which is there by now
+
+            refusal.refuse_graph()
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
             return (self._arrive(place, args[0]),), kwargs
         return tree_map_only(Tensor, partial(self._arrive, place), (args, kwargs))
@@ -223,14 +221,6 @@ class BlockHooks:
             param.grad = None
             param.grad_dtype = param.dtype
         self._handles, self._widened, self.made = [], [], []
-
-
-def _refuse_graph() -> None:
-    """Raises: a compiled model would use weights that are not behind their border."""
-    raise SettingError(
-        "BlockScales in a compiled function need torch 2.5 or later, and this is torch "
-        f"{torch.__version__}. Call the model without torch.compile."
-    )
 
 
 def _is_untouched(x: Tensor, node: Any) -> bool:
