@@ -19,7 +19,7 @@ from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import OUTSIDE, cross, lend
 from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
-from gradscale.torch.features import HAS_GRAD_DTYPE
+from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS
 
 _marks = itertools.count()
 _EARLY = 16
@@ -42,7 +42,7 @@ class BlockHooks:
         if not HAS_GRAD_DTYPE and any(map(_is_half, _params_of(blocks))):
             raise SettingError(
                 "BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch "
-                f"{torch.__version__} does not have. Use torch 2.11 or later, or float32 weights "
+                f"{torch.__version__} does not have. Use torch 2.10 or later, or float32 weights "
                 "with autocast."
             )
         self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
@@ -82,6 +82,10 @@ class BlockHooks:
         """The arguments of a block, behind its border: a forward pre-hook."""
         if not torch.is_grad_enabled():
             return None
+        if not TRACES_REPLACED_WEIGHTS and torch.compiler.is_compiling():
+            from gradscale.torch.blocks import refusal  # loads Dynamo, which is there by now
+
+            refusal.refuse_graph()
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
             return (self._arrive(place, args[0]),), kwargs
         return tree_map_only(Tensor, partial(self._arrive, place), (args, kwargs))
