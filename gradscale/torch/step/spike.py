@@ -47,7 +47,7 @@ class Spike:
         for loss_id, before in self._before.items():
             now = self._seen[loss_id]
             if self._state.on_host:
-                scale: Any = max(min(now.scale, before.scale * factor), floor)
+                scale: Any = float(max(min(now.scale, before.scale * factor), floor))
             else:
                 scale = torch.minimum(now.scale, before.scale * factor).clamp_(min=floor)
             _write(self._state, loss_id, now._replace(scale=scale))

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 import gradscale as gs
 from gradscale.errors import SettingError
 from gradscale.torch import MixedPrecision
-from precision_runs import built, data, loss_of, picture
+from gradscale.torch.grads import dispatch as kernels
+from gradscale.torch.state import plain
+from gradscale.torch.optim import AdamW
+from precision_runs import built, data, loss_of, net, picture
 from ranks import everyone, on_ranks, run_check
 from tensors import same
 
@@ -41,9 +44,9 @@ def steady(mode: str = "fp16", steps: int = 20, **settings: Any) -> tuple[Any, M
 
 
 def states(mp: MixedPrecision) -> Any:
-    """The state of the policy, for every loss."""
+    """The state of the policy in plain numbers, for every loss."""
     state = mp.scaler._state
-    return {0: state.live, **state.losses}
+    return {key: plain(one) for key, one in {0: state.live, **state.losses}.items()}
 
 
 # The training that this is for.
@@ -202,6 +205,50 @@ def test_retries_of_zero_are_none() -> None:
 def test_wrong_number_of_retries_is_refused(retries: Any) -> None:
     with pytest.raises(SettingError, match=f"retries must be a whole number >= 0, got {retries!r}"):
         built("fp16", retries=retries)
+
+
+FACTORS = (1.0, SPIKE * 8, 1.0, SPIKE * 8, SPIKE * 8, 1.0, 2.0**100)
+
+
+def walked(policy: Any) -> list[Any]:
+    """The tries and the states of a run with a lone spike, two in a row, and one for ever."""
+    model, mp = built("fp16", policy=policy, retries=2, on_stuck="ignore")
+    found: list[Any] = []
+
+    def both(factor: float) -> Tensor:
+        mp.scaler.backward(loss_of(model, data(16, 3)), loss_id="other")
+        return loss_of(model, data()) * factor
+
+    for factor in FACTORS:
+        outcome = mp.run(lambda factor=factor: both(factor))
+        found.append([float(one.scale) for one in (*outcome.earlier, outcome)])
+        found.append((bool(outcome.applied), states(mp)))
+    return found
+
+
+def test_states_on_a_device_are_kept_and_put_back_as_numbers_are() -> None:
+    policy = gs.Headroom()
+    numbers = walked(policy)
+    assert [len(tries) > 1 for tries in numbers[::2]] == [factor > 1 for factor in FACTORS]
+    with kernels.use("triton"):
+        assert walked(policy) == numbers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp16", "fp16-master", "fp16-pure"])
+def test_lone_spike_on_a_gpu_moves_nothing(mode: str) -> None:
+    model = net().cuda()
+    mp = MixedPrecision(model, AdamW(model.parameters(), lr=1e-2), mode, retries=2)
+    batch = tuple(part.cuda() for part in data())
+    for _ in range(20):
+        assert mp.run(lambda: loss_of(model, batch)).applied
+    before = states(mp)
+    outcome = mp.run(lambda: loss_of(model, batch) * 2.0**14)
+    assert outcome.applied
+    assert outcome.earlier
+    assert states(mp) == before
+    outcome = mp.run(lambda: loss_of(model, batch))
+    assert (float(outcome.scale), outcome.earlier) == (before[0].scale, ())
 
 
 # Together with other features.
