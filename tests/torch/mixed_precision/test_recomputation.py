@@ -16,8 +16,8 @@ import gradscale as gs
 from gradscale.errors import SettingError
 from gradscale.torch import MixedPrecision
 from gradscale.torch.grads import dispatch as kernels
-from gradscale.torch.state import plain
 from gradscale.torch.optim import AdamW
+from gradscale.torch.state import plain
 from precision_runs import built, data, loss_of, net, picture
 from ranks import everyone, on_ranks, run_check
 from tensors import same
