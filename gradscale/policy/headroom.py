@@ -140,15 +140,16 @@ class Headroom:
 
     def update(self, state: HeadroomState, stats: GradStats, xp: Any = scalars) -> HeadroomState:
         """The state after a step with these `stats`, which must have `amax`."""
-        demand(stats, "amax", "Headroom")
         if xp is scalars and stats.finite and stats.loss_finite and stats.fits:
-            if stats.amax > 0 and state.seen > 0 >= state.bad_steps:
+            shown = stats.amax is not None and stats.amax > 0
+            if shown and state.seen > 0 >= state.bad_steps:
                 # Almost every step of a scaler on the CPU. What follows takes 30 times as long.
                 mantissa, power = math.frexp(state.scale)
                 if mantissa == 0.5:
                     found = stats.exponent
                     found = math.frexp(stats.amax)[1] if found is None else found
                     return self._after_finite(state, found, power - 1)
+        demand(stats, "amax", "Headroom")
         always = state.scale > 0
         zero = xp.full_like(state.last, 0)
 
