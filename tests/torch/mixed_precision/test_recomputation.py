@@ -373,3 +373,30 @@ def check_spike() -> None:
 @pytest.mark.parametrize(("check", "world"), on_ranks(2, "spike"))
 def test_ranks(check: str, world: int, tmp_path: Path) -> None:
     run_check(__file__, check, world, tmp_path)
+
+
+class Slow(torch.optim.AdamW):
+    """Keeps the device busy after every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        torch.cuda._sleep(2**31)  # about a second
+        return result
+
+
+@pytest.mark.gpu
+def test_a_try_is_read_before_its_step_is_done() -> None:
+    model = nn.Linear(8, 8, device="cuda")
+    mp = MixedPrecision(model, Slow(model.parameters(), fused=True), "fp16", retries=2)
+    x = torch.ones(4, 8, device="cuda")
+    outcomes = []
+    for factor in (1.0, 1.0, 2.0**30, 1.0):
+        outcomes.append(mp.run(lambda factor=factor: model(x).square().mean() * factor))
+        done = torch.cuda.Event()
+        done.record()
+        if factor == 1.0:  # else it was measured how large the spike was
+            assert not done.query()
+    torch.cuda.synchronize()
+    assert [bool(each.applied) for each in outcomes] == [True] * 4
+    assert [len(each.earlier) > 0 for each in outcomes] == [False, False, True, False]
+    assert not any(bool(each.applied) for each in outcomes[2].earlier)
