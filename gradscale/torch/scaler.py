@@ -75,8 +75,7 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: Where it will be used. The state really goes to the device of the first loss.
         enabled: False makes every method hand through what it gets.
-        policy: The rule that moves the scale, instead of torch's four settings: a policy or a name,
-            such as "headroom".
+        policy: The rule that moves the scale, or its name ("headroom"), not torch's four settings.
         min_scale: The floor of the scale.
         max_scale: The ceiling of the scale.
         hysteresis: On which consecutive overflow the scale falls.
