@@ -35,6 +35,7 @@ if importlib.util.find_spec("hypothesis"):
 # What some versions warn of in their own modules; the pinned torch does not.
 THEIR_WARNINGS = [
     "ignore:.torch.cpu.amp.autocast.args.*:FutureWarning",  # torch 2.4: checkpoint()
+    "ignore:Skipping serialization of skipfiles_inline:UserWarning",  # torch 2.6: Inductor
     "ignore:Converting a tensor with requires_grad:UserWarning:torch.optim.lbfgs",  # torch 2.8
     "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",  # Triton 3.4
     "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",  # torch 2.15: compile()
