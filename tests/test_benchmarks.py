@@ -249,6 +249,7 @@ def test_matrix_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cost_is_told_as_ratios(tmp_path: Path) -> None:
+    torch_has.fsdp2_on_the_cpu()
     costs = tmp_path / "ranks_cost.csv"
     few = ["--ranks", "2", "--step-ranks", "2", "--rounds", "2", "--steps", "2"]
     ranks.main(["cost", *few, "--costs", str(costs)])

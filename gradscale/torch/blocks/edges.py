@@ -97,7 +97,7 @@ class Weights(torch.autograd.Function):
             return None, None, None, *grads
         _check(ctx, ctx.shut)
         amax = _amax(there) if ctx.measured else None
-        if any(grad.is_sparse for grad in there):
+        if any(_is_sparse(grad) for grad in there):
             done = iter([_wide(grad) * ctx.shut for grad in there])
         else:
             done = iter(torch._foreach_mul([_wide(grad) for grad in there], ctx.shut))
@@ -110,7 +110,7 @@ lend: Callable[..., tuple[Tensor, ...]] = Weights.apply
 
 def _amax(grads: list[Tensor]) -> Tensor:
     """The largest magnitude (float32) in all of `grads`; NaN if there is one."""
-    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    values = [grad._values() if _is_sparse(grad) else grad for grad in grads]
     values = [value for value in values if value.numel()]
     if not values:
         return torch.zeros((), device=grads[0].device)
@@ -120,6 +120,11 @@ def _amax(grads: list[Tensor]) -> Tensor:
     if any(value.dtype is not values[0].dtype for value in values):
         largest = tuple(each.float() for each in largest)
     return torch.stack(largest).amax().float()
+
+
+def _is_sparse(grad: Tensor) -> bool:
+    """Whether `grad` is sparse: none is in a graph, where torch 2.6 refuses the question."""
+    return not torch.compiler.is_compiling() and grad.is_sparse
 
 
 def _wide(grad: Tensor) -> Tensor:
