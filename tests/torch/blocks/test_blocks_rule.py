@@ -21,7 +21,8 @@ def state_of(*exponents: int, resting: int = 0) -> BlockState:
 
 def moved(rows: list[list[float]], *exponents: int, resting: int = 0) -> list[int]:
     """The exponents after entering, leaving and weights."""
-    new = BlockPolicy().update(state_of(*exponents, resting=resting), torch.tensor(rows))
+    rows = [*rows, [0.0] * len(exponents)]  # nothing is small
+    new = BlockPolicy(grid=1).update(state_of(*exponents, resting=resting), torch.tensor(rows))
     return new.exponents.tolist()
 
 
@@ -54,8 +55,9 @@ def test_rule_places_blocks(rows: Any, before: list[int], after: list[int]) -> N
 
 
 def test_block_stays_lower_for_a_while_after_a_fault() -> None:
-    rule = BlockPolicy(rest=3)
-    fault, quiet = torch.tensor([[64.0], [inf], [1.0]]), torch.tensor([[0.01], [0.01], [0.01]])
+    rule = BlockPolicy(rest=3, grid=1)
+    fault = torch.tensor([[64.0], [inf], [1.0], [0.0]])
+    quiet = torch.tensor([[0.01], [0.01], [0.01], [0.01]])
     state = rule.update(state_of(0), fault)
     assert (state.exponents.item(), state.resting.item()) == (-8, 3)
     for resting in (2, 1, 0):
@@ -78,7 +80,7 @@ amaxes = st.one_of(
 
 @given(st.data(), st.integers(1, 6))
 def test_rule_keeps_its_bounds(data: st.DataObject, num: int) -> None:
-    rows = data.draw(st.lists(st.lists(amaxes, min_size=num, max_size=num), min_size=3, max_size=3))
+    rows = data.draw(st.lists(st.lists(amaxes, min_size=num, max_size=num), min_size=4, max_size=4))
     bounded = st.integers(-MAX_EXPONENT, MAX_EXPONENT)
     before = data.draw(st.lists(bounded, min_size=num, max_size=num))
     amax = torch.tensor(rows)
