@@ -53,12 +53,17 @@ class Live(NamedTuple):
                 "The scales of the blocks have moved between a forward pass and its backward pass. "
                 "Call blocks.update() after the backward pass, before the next forward pass."
             )
-        if torch.is_grad_enabled():
-            raise SettingError(
-                "create_graph=True does not go with BlockScales: gradients of gradients would have "
-                "wrong scales. Call blocks.remove(), or give blocks= without what is "
-                "differentiated twice."
-            )
+        _refuse_second_gradients()
+
+
+def _refuse_second_gradients() -> None:
+    """Raises if this gradient will be differentiated."""
+    if torch.is_grad_enabled():
+        raise SettingError(
+            "create_graph=True does not go with BlockScales: gradients of gradients would have "
+            "wrong scales. Call blocks.remove(), or give blocks= without what is differentiated "
+            "twice."
+        )
 
 
 class Output(torch.autograd.Function):
@@ -185,10 +190,9 @@ class Weights(torch.autograd.Function):
         slots: tuple[int, ...],
         places: tuple[int, ...],
         mark: int,
-        live: Live | None,
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The `params` themselves.
+        """The `params` themselves; no views, which torch would not have twice if they are written.
 
         Args:
             ctx: Of autograd.
@@ -197,34 +201,43 @@ class Weights(torch.autograd.Function):
             slots: Which numbers those of `params` are.
             places: The block of each.
             mark: Of these blocks.
-            live: None in a compiled function.
             params: Weights.
         """
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.slots, ctx.places, ctx.mark, ctx.live = factor, slots, places, mark, live
+        ctx.factor, ctx.slots, ctx.places, ctx.mark = factor, slots, places, mark
         ctx.num_meters = 0 if meter is None else len(meter)
-        return tuple(param.view_as(param) for param in params)
+        if torch.compiler.is_compiling():
+            return tuple(param.view_as(param) for param in params)
+        return tuple(param.detach() for param in params)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients without the scale of the block, those of half weights in float32; amax."""
         there = [grad for grad in grads if grad is not None]
         if not there:
-            return None, None, None, None, None, None, *grads
-        if ctx.live is not None:
-            ctx.live.check()
+            return None, None, None, None, None, *grads
+        if not torch.compiler.is_compiling():
+            _refuse_second_gradients()
         amax = _each_amax(grads, ctx.slots, ctx.num_meters) if ctx.num_meters else None
         if any(grad.is_sparse for grad in there):
             done = iter([_wide(grad) * ctx.factor for grad in there])
         else:
             done = iter(torch._foreach_mul([_wide(grad) for grad in there], ctx.factor))
         parts = (None if grad is None else next(done) for grad in grads)
-        return None, amax, None, None, None, None, *parts
+        return None, amax, None, None, None, *parts
 
 
 leave: Callable[..., Tensor] = Output.apply
 enter: Callable[..., Tensor] = Input.apply
 lend: Callable[..., tuple[Tensor, ...]] = Weights.apply
+_leave_now: Callable[..., Tensor] = super(torch.autograd.Function, Output).apply
+
+
+def leave_now(*args: Any) -> Tensor:
+    """`leave()` in a pass that is not compiled, in two thirds of the time."""
+    if torch._C._are_functorch_transforms_active():
+        return leave(*args)
+    return _leave_now(*args)
 
 
 def is_untouched(x: Tensor | None) -> bool:

@@ -29,6 +29,7 @@ from gradscale.torch.blocks.edges import (
     is_one,
     is_untouched,
     leave,
+    leave_now,
 )
 from gradscale.torch.blocks.gaps import Gap
 from gradscale.torch.blocks.meters import ENTERING, LEAVING, Meters
@@ -62,8 +63,8 @@ class BlockHooks:
         self._made: list[tuple[Tensor, Any, Tensor, int]] = []
         """What the last block returned: behind its border, the `grad_fn` of that (None while
         compiling), the tensor before the border, and the place of the block."""
-        self._written: dict[int, list[tuple[Tensor, int]]] = {}
-        """Inputs that a block was given without a border, and their versions, by place."""
+        self._given: list[tuple[int, Tensor, int]] = []
+        """Inputs without a border: the place of the block, the tensor and its version."""
         self.device = _device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
@@ -77,7 +78,19 @@ class BlockHooks:
         self.meters = Meters(len(blocks), units, self.device)
         self.weights = WeightViews(self, units)
         self._params = {id(param) for param in model.parameters() if not _is_dtensor(param)}
+        self.refresh()
         self._handles = list(self._hook(units))
+
+    def refresh(self) -> None:
+        """Has the next passes use `measures`, `captured` and `exponents` as they are now."""
+        self.clock.time += 1
+        self.live = Live(self.clock, self.clock.time)
+        self.idle = not (self.measures or self.captured or any(self.exponents))
+        """Whether there is nothing to scale and nothing to measure."""
+        self._out = [
+            (self.factor(OUTSIDE, place), self._meter(ENTERING, place), (self.mark, OUTSIDE, place))
+            for place in range(len(self.blocks))
+        ]
 
     def _hook(self, units: Sequence[Unit]) -> Iterator[Any]:
         """Registers the hooks; yields their handles."""
@@ -91,13 +104,6 @@ class BlockHooks:
             yield block.modules[-1].register_forward_hook(depart)
         yield self._model.register_forward_hook(self._end)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to scale and nothing to measure."""
-        if torch.compiler.is_compiling():
-            return False
-        return not (self.measures or self.captured or any(self.exponents))
-
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Begins a forward pass of the model: a forward pre-hook."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -106,58 +112,78 @@ class BlockHooks:
         self.weights.prepare()
 
     def _notice_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        """The scales belong to the device once that a CUDA graph uses them."""
+        if self.captured or self.device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
             self.captured = True
+            self.weights.forget()
+            self.refresh()
 
     def _enter(
         self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of a block, behind its border: a forward pre-hook."""
-        if not torch.is_grad_enabled() or self.is_idle:
+        if not torch.is_grad_enabled():
             return None
-        if not torch.compiler.is_compiling():
-            self._written[place] = []
-        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
-            return (self._arrive(place, args[0]),), kwargs
-        return tree_map_only(Tensor, partial(self._arrive, place), (args, kwargs))
+        if torch.compiler.is_compiling():
+            arrive = partial(self._arrive_compiled, place)
+        elif self.idle:
+            return None
+        else:
+            arrive = partial(self._arrive, place)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # 0.1 ms less
+            return (arrive(args[0]),), kwargs
+        return tree_map_only(Tensor, arrive, (args, kwargs))
 
     def _arrive(self, place: int, x: Tensor) -> Tensor:
         """`x` inside of the block at `place`."""
         if not x.requires_grad:
             return x
+        for seen, node, made, maker in self._made:
+            if seen is x and x.grad_fn is node and is_untouched(x):
+                return self._arrive_from(place, maker, made)
         if x.device != self.device:
             raise CallOrderError(
                 f"The model was on {self.device} when BlockScales was made, and block "
                 f"{self.blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
                 "one for each device."
             )
-        for seen, node, made, maker in self._made:
-            if seen is x and (node is None or (x.grad_fn is node and is_untouched(x))):
-                return self._arrive_from(place, maker, made)
-        leaving = self.meters.of(LEAVING, place, self.measures)
-        route = (self.mark, place, OUTSIDE)
-        if torch.compiler.is_compiling():
-            return enter(x, self._shut[place], leaving, None, route, None)
         factor = self.factor(place, OUTSIDE)
         if is_one(factor) and not self.measures:
             return x
         gap = self._gap(place, x)
+        leaves = () if gap is None else gap.leaves
         factors = [] if gap is None else [self.factor(place, n.route[2]) for n in gap.blocks]
         live = Live(self.clock, self.clock.time, x, gap, factors)
-        return enter(x, factor, leaving, None, route, live, *(gap.leaves if gap else ()))
+        route = (self.mark, place, OUTSIDE)
+        return enter(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
 
     def _arrive_from(self, place: int, maker: int, made: Tensor) -> Tensor:
         """`made`, which the block at `maker` has made, inside of the block at `place`."""
-        compiling = torch.compiler.is_compiling()
-        factor = self.factor(place, maker)
-        if not compiling and not self.measures and is_one(factor):
-            self._written[place].append((made, made._version))
-            return made
-        self.reasons.pop(place, None)
-        leaving = self.meters.of(LEAVING, place, self.measures)
-        entering = self.meters.of(ENTERING, maker, self.measures)
-        live = None if compiling else Live(self.clock, self.clock.time)
-        return enter(made, factor, leaving, entering, (self.mark, place, maker), live)
+        if not (self.measures or self.captured):
+            if self.exponents[place] == self.exponents[maker]:
+                self._given.append((place, made, made._version))
+                return made
+        else:
+            self.reasons.pop(place, None)
+        leaving, entering = self._meter(LEAVING, place), self._meter(ENTERING, maker)
+        factor, route = self.factor(place, maker), (self.mark, place, maker)
+        return enter(made, factor, leaving, entering, route, self.live)
+
+    def _arrive_compiled(self, place: int, x: Tensor) -> Tensor:
+        """`x` inside of the block at `place`, in a compiled function, where graphs have no gaps."""
+        if not x.requires_grad:
+            return x
+        leaving, shut = self.meters.borders_of[LEAVING][place], self._shut[place]
+        for seen, _, made, maker in self._made:
+            if seen is x:
+                entering, factor = (
+                    self.meters.borders_of[ENTERING][maker],
+                    self._opened[maker] * shut,
+                )
+                return enter(made, factor, leaving, entering, (self.mark, place, maker), None)
+        return enter(x, shut, leaving, None, (self.mark, place, OUTSIDE), None)
 
     def _gap(self, place: int, x: Tensor) -> Gap | None:
         """What lies between `x` and the blocks that it comes from; None if it cannot be used."""
@@ -179,53 +205,72 @@ class BlockHooks:
 
     def factor(self, place: int, to: int) -> Factor:
         """What brings a gradient from the scale of one place to that of another."""
-        if torch.compiler.is_compiling() or self.captured:
+        if self.captured:
             if place == OUTSIDE:
                 return self._opened[to]
             return self._shut[place] if to == OUTSIDE else self._shut[place] * self._opened[to]
         own = 0 if place == OUTSIDE else self.exponents[place]
         return 2.0 ** ((0 if to == OUTSIDE else self.exponents[to]) - own)
 
+    def factor_of_weights(self, place: int) -> Factor:
+        """What unscales the gradients of the weights of a block."""
+        if torch.compiler.is_compiling():
+            return self._shut[place]
+        return self.factor(place, OUTSIDE)
+
+    def _meter(self, row: int, place: int) -> Tensor | None:
+        """The meter of a block, if gradients are measured."""
+        return self.meters.borders_of[row][place] if self.measures or self.captured else None
+
     def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The output of a block, behind its border: a forward hook."""
-        if not torch.is_grad_enabled() or self.is_idle:
+        if not torch.is_grad_enabled():
             return None
+        if torch.compiler.is_compiling():
+            depart = partial(self._depart_compiled, place)
+        elif self.idle:
+            return None
+        else:
+            depart = partial(self._depart, place)
+            for giver, x, version in self._given:
+                if x._version != version:
+                    raise SettingError(
+                        f"Block {self.blocks[giver].name!r} writes to one of its inputs in place. "
+                        "Let the block begin one operation earlier, or do not write in place."
+                    )
+            self._given = []
         self._made = []
-        written = () if torch.compiler.is_compiling() else self._written.pop(place, ())
-        for x, version in written:
-            if x._version != version:
-                raise SettingError(
-                    f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Let "
-                    "the block begin one operation earlier, or do not write in place."
-                )
-        if isinstance(output, Tensor):
-            return self._depart(place, output)
-        return tree_map_only(Tensor, partial(self._depart, place), output)
+        return (
+            depart(output) if isinstance(output, Tensor) else tree_map_only(Tensor, depart, output)
+        )
 
     def _depart(self, place: int, made: Tensor) -> Tensor:
         """`made`, which the block at `place` has computed, outside of it."""
         if not made.requires_grad:
             return made
-        compiling = torch.compiler.is_compiling()
-        live = None if compiling else Live(self.clock, self.clock.time)
-        route = (self.mark, OUTSIDE, place)
-        entering = self.meters.of(ENTERING, place, self.measures)
-        seen = leave(made, self.factor(OUTSIDE, place), entering, route, live)
-        self._made.append((seen, None if compiling else seen.grad_fn, made, place))
+        seen = leave_now(made, *self._out[place], self.live)
+        self._made.append((seen, seen.grad_fn, made, place))
+        return seen
+
+    def _depart_compiled(self, place: int, made: Tensor) -> Tensor:
+        """`made` outside of the block at `place`, in a compiled function."""
+        if not made.requires_grad:
+            return made
+        entering, route = self.meters.borders_of[ENTERING][place], (self.mark, OUTSIDE, place)
+        seen = leave(made, self._opened[place], entering, route, None)
+        self._made.append((seen, None, made, place))
         return seen
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a forward pass of the model."""
-        self.forget()
+        self._made = []
         if not torch.compiler.is_compiling():
+            self.forget()
             self._ended(output)
 
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
-        self._made = []
-        if not torch.compiler.is_compiling():
-            self._written.clear()
-            self.weights.forget()
+        self._made, self._given = [], []
 
     def remove(self) -> None:
         """Removes the hooks from the model."""

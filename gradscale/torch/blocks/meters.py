@@ -43,17 +43,13 @@ class Meters:
         """Which weights had a gradient that was all zero."""
         self.num_reads = 0
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
-        self._borders = [[_meter(place) for place in row.unbind()] for row in self.borders.unbind()]
+        self.borders_of = [
+            [_meter(place) for place in row.unbind()] for row in self.borders.unbind()
+        ]
+        """A meter for every block, in two rows."""
         self._weights: dict[tuple[int, int], Tensor] = {}
         for unit in units:
             self.of_weights(unit.start, unit.start + len(unit.owners), True)
-
-    def of(self, row: int, place: int, measures: bool) -> Tensor | None:
-        """The meter of a block, or None if gradients are not measured."""
-        # In this order: whether it measures would be a constant of what is compiled.
-        if torch.compiler.is_compiling() or measures:
-            return self._borders[row][place]
-        return None
 
     def of_weights(self, start: int, end: int, measures: bool) -> Tensor | None:
         """The meter of the weights in some slots, or None if gradients are not measured."""
@@ -64,7 +60,7 @@ class Meters:
         return self._weights[start, end]
 
     def __contains__(self, leaf: Tensor | None) -> bool:
-        meters = [meter for row in self._borders for meter in row]
+        meters = [meter for row in self.borders_of for meter in row]
         return any(leaf is meter for meter in (*meters, *self._weights.values()))
 
     def read(self) -> Tensor:

@@ -64,7 +64,7 @@ class BlockScales:
         blocks: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
         *,
         rule: BlockPolicy | None = None,
-        every: int = 4,
+        every: int = 16,
         group: Any = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -100,7 +100,6 @@ class BlockScales:
         """
         hooks = self._hooks
         hooks.forget()
-        hooks.clock.time += 1
         self._arrive()
         measured = hooks.measures or hooks.captured
         self._num_updates += 1
@@ -111,6 +110,7 @@ class BlockScales:
         hooks.meters.clear()  # also if not: a compiled model measures always
         early = self._num_updates < _EARLY
         hooks.measures = self._awaited is None and (early or self._num_updates % self._every == 0)
+        hooks.refresh()
         if self._num_updates == _EARLY and not hooks.captured:
             self._warn_of_zeros()
 
@@ -150,7 +150,9 @@ class BlockScales:
             self._awaited = None
             event.synchronize()  # recorded an iteration ago
             self._move(host.tolist())
+            self._hooks.refresh()
 
+    @torch.no_grad()
     def _move(self, exponents: list[int] | None) -> None:
         """Moves to the exponents of the state, which the host knows unless they are captured."""
         hooks = self._hooks
@@ -164,8 +166,7 @@ class BlockScales:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: an event cannot be copied."""
-        with torch.no_grad():
-            self._arrive()
+        self._arrive()
         return self.__dict__
 
     def report(self) -> report.BlocksReport:
@@ -252,8 +253,7 @@ class BlockScales:
 
     def state_dict(self) -> dict[str, Any]:
         """The scales as plain numbers, by block; **waits for the device**."""
-        with torch.no_grad():
-            self._arrive()
+        self._arrive()
         rows = self._state._asdict().items()
         numbers = {k: dict(zip(self.names, v.tolist(), strict=True)) for k, v in rows}
         return {"version": 1, **numbers}
@@ -281,7 +281,7 @@ class BlockScales:
         with torch.no_grad():
             new = torch.tensor(rows, dtype=torch.int32, device=self._hooks.device)
             self._awaited = None
-            self._hooks.clock.time += 1
             self._state_to(BlockState(*new))
             self._move(None if self._hooks.captured else rows[0])
             self._hooks.meters.clear()
+            self._hooks.refresh()

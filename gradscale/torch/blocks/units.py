@@ -3,7 +3,8 @@
 The division happens where a weight is used, not at the weight: so DDP, FSDP2, accumulation, a
 penalty on the weights and the scaler see ordinary gradients, and ranks need not agree. The views of
 blocks with one scale are made together, at the beginning of a forward pass of the model, so that
-their gradients are divided by one call. A block that is called on its own makes its own.
+their gradients are divided by one call, and used again as long as the scales stay. A block that is
+called on its own makes its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
-from gradscale.torch.blocks.edges import OUTSIDE, Live, is_one, lend
+from gradscale.torch.blocks.edges import lend
 
 if TYPE_CHECKING:
     from gradscale.torch.blocks.hooks import BlockHooks
@@ -48,13 +49,58 @@ class Unit(NamedTuple):
         return (owner._parameters[name] for owner, name in self.owners)
 
 
-class Lent(NamedTuple):
-    """A weight, and its view."""
+class Swap(NamedTuple):
+    """A weight of a module, and its view."""
 
-    owner: nn.Module
+    params: dict[str, Any]
+    """The parameters of the module."""
     name: str
     param: Any
     view: Tensor
+
+    def holds(self) -> bool:
+        """Whether the view is one of the weight that the module has."""
+        param = self.params[self.name]
+        return (
+            param is self.param
+            and param.requires_grad
+            and param.data_ptr() == self.view.data_ptr()
+            and param.dtype is self.view.dtype
+        )
+
+
+class Group:
+    """Weights whose views are made together; their blocks have one scale.
+
+    Args:
+        units: Units that follow each other.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.start = units[0].start
+        self.end = units[-1].start + len(units[-1].owners)
+        self.swaps: dict[int, list[Swap]] = {}
+        """Of every unit, by its start; empty until views are made."""
+        self.num_frozen = 0
+
+    def found(self) -> list[tuple[Unit, int, dict[str, Any], str, Any]]:
+        """The weights that get a gradient, with their units, slots and modules."""
+        return [
+            (unit, slot, owner._parameters, name, owner._parameters[name])
+            for unit in self.units
+            for slot, (owner, name) in enumerate(unit.owners, unit.start - self.start)
+            if owner._parameters[name] is not None and owner._parameters[name].requires_grad
+        ]
+
+    def holds(self) -> bool:
+        """Whether the views that were made are still those of the weights."""
+        if not self.swaps or not all(swap.holds() for each in self.swaps.values() for swap in each):
+            return False
+        if not self.num_frozen:
+            return True
+        num = sum(len(each) for each in self.swaps.values())
+        return len(self.found()) == num
 
 
 class WeightViews:
@@ -67,11 +113,12 @@ class WeightViews:
 
     def __init__(self, hooks: BlockHooks, units: Sequence[Unit]) -> None:
         self._hooks, self.units = hooks, units
-        self._groups: list[list[Unit]] = []
+        self._groups: list[Group] = []
         self._groups_for: Any = None
-        self._ready: dict[int, list[Lent]] = {}
-        """Views that were made at the beginning of a forward pass, by the start of the unit."""
-        self._own: dict[nn.Module, list[Lent]] = {}
+        self._alone = {unit.start: Group([unit]) for unit in units}
+        self._ready: dict[int, list[Swap]] = {}
+        """Of every unit, by its start."""
+        self._own: dict[nn.Module, list[Swap]] = {}
         """The weights that are replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
         for unit in units:
@@ -86,16 +133,19 @@ class WeightViews:
         yield module.register_forward_hook(self._take_back, prepend=before, always_call=True)
 
     def prepare(self) -> None:
-        """Makes the views for a forward pass of the model."""
-        self._ready = {}
+        """Makes the views for a forward pass of the model, unless those of the last one hold."""
         hooks = self._hooks
-        if hooks.is_idle or hooks.captured:
+        if hooks.idle or hooks.captured:
             return
-        now = hooks.exponents, hooks.measures
-        if self._groups_for != now:
-            self._groups, self._groups_for = list(self._group()), now
+        # DDP reduces gradients in the order in which the views of this pass were made.
+        now = hooks.exponents, hooks.measures, _stream(hooks.device)
+        if self._groups_for != now or in_ddp():
+            self.forget()
+            self._groups, self._groups_for = [Group(units) for units in self._group()], now
         for group in self._groups:
-            self._ready.update(self._lend(group))
+            if not group.holds():
+                group.swaps = self._lend(group)
+                self._ready.update(group.swaps)
 
     def _group(self) -> Iterator[list[Unit]]:
         """Units that follow each other and have one scale."""
@@ -116,82 +166,92 @@ class WeightViews:
         if group:
             yield group
 
-    def _lend(self, units: Sequence[Unit]) -> dict[int, list[Lent]]:
-        """Views of the weights of `units`, which have one scale, by the start of the unit."""
+    def _lend(self, group: Group) -> dict[int, list[Swap]]:
+        """Views of the weights of `group`, by the start of the unit."""
         hooks, compiling = self._hooks, torch.compiler.is_compiling()
-        start = units[0].start
-        end = units[-1].start + len(units[-1].owners)
-        found: list[tuple[int, int, nn.Module, str, Any]] = []
-        for unit in units:
+        found = group.found()
+        group.num_frozen = sum(len(unit.owners) for unit in group.units) - len(found)
+        made: dict[int, list[Swap]] = {unit.start: [] for unit in group.units}
+        if not found:
+            return made
+        params = [param for *_, param in found]
+        if not compiling:
+            self._refuse(group, found)
+            self.widen(params)
+        views = lend(
+            hooks.factor_of_weights(group.units[0].place),
+            hooks.meters.of_weights(group.start, group.end, hooks.measures or hooks.captured),
+            tuple(slot for _, slot, *_ in found),
+            tuple(unit.place for unit, *_ in found),
+            hooks.mark,
+            *params,
+        )
+        for (unit, _, owned, name, param), view in zip(found, views, strict=True):
+            made[unit.start].append(Swap(owned, name, param, view))
+        return made
+
+    def _replace(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        """Replaces the weights of a unit by views: a forward pre-hook."""
+        if not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
+            swaps = self._lend(self._alone[unit.start])[unit.start]
+        elif self._hooks.idle:
+            return
+        else:
+            if self._own:
+                self._take_back(module, args, None)  # if an interrupt has left them
+            swaps = self._swaps(unit)
+        self._own[module] = swaps
+        for owned, name, _, view in swaps:
+            owned[name] = view
+
+    def _swaps(self, unit: Unit) -> list[Swap]:
+        """The views of the weights of `unit`, made for it alone if they are not ready."""
+        hooks = self._hooks
+        ready = self._ready.get(unit.start)
+        if ready is not None and all(owned[name] is param for owned, name, param, _ in ready):
+            return ready
+        if not (hooks.measures or hooks.captured or hooks.exponents[unit.place]):
+            return []
+        return self._lend(self._alone[unit.start])[unit.start]
+
+    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Restores the weights of a module."""
+        for owned, name, param, _ in self._own.pop(module, ()):
+            owned[name] = param
+
+    def forget(self) -> None:
+        """Forgets the views."""
+        self._groups, self._groups_for, self._ready = [], None, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: views cannot be copied."""
+        self.forget()
+        return self.__dict__
+
+    def _refuse(self, group: Group, found: Iterable[Any]) -> None:
+        """Raises if a weight is not whole, or may not have a gradient in float32."""
+        hooks = self._hooks
+        for unit in group.units:
             if type(unit.module) is not unit.kind:
                 raise CallOrderError(
                     f"Block {hooks.blocks[unit.place].name!r} has become a "
                     f"{type(unit.module).__name__} since BlockScales was made. Call fully_shard() "
                     "first."
                 )
-            for slot, (owner, name) in enumerate(unit.owners, unit.start - start):
-                param = owner._parameters[name]
-                if param is not None and param.requires_grad:
-                    found.append((unit.place, slot, owner, name, param))
-        if not found:
-            return {}
-        params = [param for *_, param in found]
-        if not compiling:
-            self._refuse(found)
-            self.widen(params)
-        views = lend(
-            hooks.factor(units[0].place, OUTSIDE),
-            hooks.meters.of_weights(start, end, hooks.measures),
-            tuple(slot for _, slot, *_ in found),
-            tuple(place for place, *_ in found),
-            hooks.mark,
-            None if compiling else Live(hooks.clock, hooks.clock.time),
-            *params,
-        )
-        lent = [Lent(*each[2:], view) for each, view in zip(found, views, strict=True)]
-        if len(units) == 1:
-            return {start: lent}
-        made: dict[int, list[Lent]] = {unit.start: [] for unit in units}
-        starts = [unit.start for unit in units for _ in unit.owners]
-        for (_, slot, *_), each in zip(found, lent, strict=True):
-            made[starts[slot]].append(each)
-        return made
-
-    def _replace(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        """Replaces the weights of a unit by views: a forward pre-hook."""
-        hooks = self._hooks
-        if not torch.is_grad_enabled() or hooks.is_idle:
-            return
-        self._take_back(module, args, None)  # if an interrupt has left them
-        lent = None if torch.compiler.is_compiling() else self._ready.get(unit.start)
-        if lent is None or not all(o._parameters[n] is param for o, n, param, _ in lent):
-            factor = hooks.factor(unit.place, OUTSIDE)
-            if is_one(factor) and not hooks.measures and not torch.compiler.is_compiling():
-                return
-            lent = self._lend([unit]).get(unit.start, [])
-        self._own[module] = lent
-        for owner, name, _, view in lent:
-            owner._parameters[name] = view  # type: ignore[assignment]
-
-    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Restores the weights of a module."""
-        for owner, name, param, _ in self._own.pop(module, ()):
-            owner._parameters[name] = param
-
-    def _refuse(self, found: Iterable[tuple[int, int, nn.Module, str, Any]]) -> None:
-        """Raises if a weight is not whole, or may not have a gradient in float32."""
-        for place, _, _, _, param in found:
+        for unit, _, _, _, param in found:
             if type(param) is not nn.Parameter and hasattr(param, "device_mesh"):
                 raise SettingError(
-                    f"Block {self._hooks.blocks[place].name!r} has weights that are DTensors, "
-                    "which BlockScales cannot scale. After fully_shard() that happens when a part "
-                    "of a sharded module is called on its own. Leave the block out of blocks=."
+                    f"Block {hooks.blocks[unit.place].name!r} has weights that are DTensors, which "
+                    "BlockScales cannot scale. After fully_shard() that happens when a part of a "
+                    "sharded module is called on its own. Leave the block out of blocks=."
                 )
             if param.dtype is torch.float16 and in_ddp():
                 raise SettingError(
-                    f"Block {self._hooks.blocks[place].name!r} has float16 weights, whose "
-                    "gradients are float32 with BlockScales, and DDP takes float16 alone. Use "
-                    "float32 weights with autocast, or fully_shard()."
+                    f"Block {hooks.blocks[unit.place].name!r} has float16 weights, whose gradients "
+                    "are float32 with BlockScales, and DDP takes float16 alone. Use float32 "
+                    "weights with autocast, or fully_shard()."
                 )
 
     def widen(self, params: Iterable[Any]) -> None:
@@ -201,12 +261,9 @@ class WeightViews:
                 param.grad_dtype = torch.float32
                 self._widened.append(param)
 
-    def forget(self) -> None:
-        """Forgets the views of a forward pass."""
-        self._ready = {}
-
     def remove(self) -> None:
         """Gives all weights back, as they were."""
+        self.forget()
         for module in list(self._own):
             self._take_back(module, None, None)
         for param in self._widened:
@@ -254,3 +311,8 @@ def is_half(param: Any) -> bool:
 def in_ddp() -> bool:
     """Whether the forward pass of a DDP module is running."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
+def _stream(device: torch.device) -> int:
+    """The stream on which gradients are accumulated: that of the pass that made the views."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
