@@ -48,7 +48,7 @@ class BlockScales:
     refused.
 
     Args:
-        model: Whose blocks they are. The first forward pass is checked, see `check()`.
+        model: Whose blocks they are. Some forward passes are checked, see `check()`.
         blocks: Modules, in the order in which they are called. Modules that always follow each
             other can be one block, as a sequence. Without it, those of the outermost
             `nn.Sequential`s and `nn.ModuleList`s.
@@ -71,7 +71,7 @@ class BlockScales:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
         self._rule = BlockPolicy() if rule is None else rule
         self._group = group
-        self._checked = False
+        self._checked_in: int | None = None
         self._model = model
         self._every = every
         self._num_updates = 0
@@ -83,8 +83,10 @@ class BlockScales:
         self._weight_amax = torch.zeros_like(hooks.meters.weights)
 
     def _check_once(self, output: Any) -> None:
-        """Checks the first forward pass that has gradients."""
-        if not self._checked and torch.is_grad_enabled():
+        """Checks one forward pass with gradients of every update that measures, but early ones."""
+        if not torch.is_grad_enabled() or not self._hooks.measures:
+            return
+        if self._checked_in is None or _EARLY <= self._num_updates != self._checked_in:
             self.check(*(out for out in tree_leaves(output) if isinstance(out, Tensor)))
 
     def remove(self) -> None:
@@ -224,7 +226,8 @@ class BlockScales:
         """Raises if a gradient gets into or out of a block other than over its border.
 
         It walks through the graph of `outputs`, which are losses, or what the model returned. The
-        first forward pass of the model is checked by itself, unless it is compiled.
+        first forward pass of the model is checked by itself, and later one in every update that
+        measures, unless they are compiled.
 
         Raises:
             SettingError: It names the block and what to do.
@@ -237,7 +240,7 @@ class BlockScales:
             )
         names = {id(param): name for name, param in self._model.named_parameters()}
         paths.check(outputs, self._hooks, names)
-        self._checked = True
+        self._checked_in = self._num_updates
 
     @property
     def names(self) -> list[str]:

@@ -86,12 +86,12 @@ class Group:
 
     def found(self) -> list[tuple[Unit, int, dict[str, Any], str, Any]]:
         """The weights that get a gradient, with their units, slots and modules."""
-        return [
+        every = (
             (unit, slot, owner._parameters, name, owner._parameters[name])
             for unit in self.units
             for slot, (owner, name) in enumerate(unit.owners, unit.start - self.start)
-            if owner._parameters[name] is not None and owner._parameters[name].requires_grad
-        ]
+        )
+        return [each for each in every if each[-1] is not None and each[-1].requires_grad]
 
     def holds(self) -> bool:
         """Whether the views that were made are still those of the weights."""
@@ -299,7 +299,7 @@ def _owners(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
         names = [(owner, name) for name, param in owner._parameters.items() if param is not None]
         if names:
             units.setdefault(unit, []).extend(names)
-        waiting.extend((child, unit) for child in owner.children())
+        waiting.extend((child, unit) for child in reversed(list(owner.children())))
     return units
 
 
