@@ -84,12 +84,6 @@ class BlockPolicy:
                 f"low, target and high must rise from -14 to 16, got {self.low}, {self.target}, "
                 f"{self.high}."
             )
-        room = 2 * min(self.target - self.low, self.high - self.target)
-        if self.grid > max(room, 1):
-            raise SettingError(
-                f"grid must be at most {max(room, 1)}, so that a block that moves comes to lie "
-                f"between low and high, got {self.grid}."
-            )
 
     def init(self, num_blocks: int, device: torch.device) -> BlockState:
         """Every block at the scale 1."""
@@ -112,12 +106,12 @@ class BlockPolicy:
         num_faults = (state.resting + (self.rest - 1)).div(self.rest, rounding_mode="floor")
         lower = (num_faults * self.drop).clamp(max=self.low - _FLOOR)
         outside = (found > self.high) | (found <= self.low - lower)
-        wanted = self._on_grid(state.exponents + self.target - lower - found + self.grid // 2)
+        wanted = self._on_grid(state.exponents + self.target - lower - found + self._grid // 2)
         move = torch.where(outside, wanted - state.exponents, 0)
         smallest = torch.frexp(amax[SMALLEST]).exponent
         faint = (amax[SMALLEST] > 0) & finite[SMALLEST] & (state.resting == 0)
         faint &= smallest + move < _FAINT
-        wanted = self._on_grid(state.exponents + _FAINT - smallest + self.grid - 1)
+        wanted = self._on_grid(state.exponents + _FAINT - smallest + self._grid - 1)
         lift = torch.minimum(wanted - state.exponents, self.high - found)
         move = torch.where(faint, torch.maximum(move, lift), move)
         fall = torch.minimum(
@@ -133,6 +127,11 @@ class BlockPolicy:
         resting = (state.resting + torch.where(fault, self.rest, -1)).clamp(0, self.rest * _FAULTS)
         return BlockState(exponents.to(torch.int32), resting.to(torch.int32))
 
+    @property
+    def _grid(self) -> int:
+        """The grid, or a narrower one on which every block has a place between low and high."""
+        return max(1, min(self.grid, 2 * min(self.target - self.low, self.high - self.target)))
+
     def _on_grid(self, exponents: Tensor) -> Tensor:
-        """The multiples of `grid` that are not above `exponents`."""
-        return exponents.div(self.grid, rounding_mode="floor") * self.grid
+        """The multiples of the grid that are not above `exponents`."""
+        return exponents.div(self._grid, rounding_mode="floor") * self._grid
