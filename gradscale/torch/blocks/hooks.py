@@ -96,12 +96,19 @@ class BlockHooks:
         """Registers the hooks; yields their handles."""
         yield self._model.register_forward_pre_hook(self._begin)
         for place, block in enumerate(self.blocks):
-            arrive, depart = partial(self._enter, place), partial(self._leave, place)
-            yield block.modules[0].register_forward_pre_hook(arrive, prepend=True, with_kwargs=True)
-            for unit in units:
-                if unit.place == place:
-                    yield from self.weights.hook(unit)
-            yield block.modules[-1].register_forward_hook(depart)
+            own = [unit for unit in units if unit.place == place]
+            first, last = block.modules[0], block.modules[-1]
+            alone = len(own) == 1 and own[0].module is first is last and not own[0].gathers
+            # One hook instead of two, if nobody comes in between.
+            unit = (
+                own[0] if alone and not (first._forward_pre_hooks or first._forward_hooks) else None
+            )
+            arrive, depart = partial(self._enter, place, unit), partial(self._leave, place, unit)
+            yield first.register_forward_pre_hook(arrive, prepend=True, with_kwargs=True)
+            if unit is None:
+                for each in own:
+                    yield from self.weights.hook(each)
+            yield last.register_forward_hook(depart, always_call=unit is not None)
         yield self._model.register_forward_hook(self._end)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -121,7 +128,12 @@ class BlockHooks:
             self.refresh()
 
     def _enter(
-        self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        place: int,
+        unit: Unit | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of a block, behind its border: a forward pre-hook."""
         if not torch.is_grad_enabled():
@@ -132,9 +144,14 @@ class BlockHooks:
             return None
         else:
             arrive = partial(self._arrive, place)
+        inside: Any
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # 0.1 ms less
-            return (arrive(args[0]),), kwargs
-        return tree_map_only(Tensor, arrive, (args, kwargs))
+            inside = (arrive(args[0]),), kwargs
+        else:
+            inside = tree_map_only(Tensor, arrive, (args, kwargs))
+        if unit is not None:
+            self.weights.replace(unit, module, args)
+        return inside
 
     def _arrive(self, place: int, x: Tensor) -> Tensor:
         """`x` inside of the block at `place`."""
@@ -222,9 +239,13 @@ class BlockHooks:
         """The meter of a block, if gradients are measured."""
         return self.meters.borders_of[row][place] if self.measures or self.captured else None
 
-    def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(
+        self, place: int, unit: Unit | None, module: nn.Module, args: Any, output: Any
+    ) -> Any:
         """The output of a block, behind its border: a forward hook."""
-        if not torch.is_grad_enabled():
+        if unit is not None:
+            self.weights.take_back(module, args, output)
+        if output is None or not torch.is_grad_enabled():  # None also if the block has raised
             return None
         if torch.compiler.is_compiling():
             depart = partial(self._depart_compiled, place)
@@ -232,17 +253,22 @@ class BlockHooks:
             return None
         else:
             depart = partial(self._depart, place)
-            for giver, x, version in self._given:
-                if x._version != version:
-                    raise SettingError(
-                        f"Block {self.blocks[giver].name!r} writes to one of its inputs in place. "
-                        "Let the block begin one operation earlier, or do not write in place."
-                    )
-            self._given = []
+            if self._given:
+                self._refuse_writes()
         self._made = []
-        return (
-            depart(output) if isinstance(output, Tensor) else tree_map_only(Tensor, depart, output)
-        )
+        if isinstance(output, Tensor):
+            return depart(output)
+        return tree_map_only(Tensor, depart, output)
+
+    def _refuse_writes(self) -> None:
+        """Raises if a block has written to an input that was given to it without a border."""
+        given, self._given = self._given, []
+        for place, x, version in given:
+            if x._version != version:
+                raise SettingError(
+                    f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Let "
+                    "the block begin one operation earlier, or do not write in place."
+                )
 
     def _depart(self, place: int, made: Tensor) -> Tensor:
         """`made`, which the block at `place` has computed, outside of it."""

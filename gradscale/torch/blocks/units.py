@@ -127,10 +127,10 @@ class WeightViews:
     def hook(self, unit: Unit) -> Iterator[Any]:
         """Registers the hooks of a unit; yields their handles."""
         module = unit.module
-        yield module.register_forward_pre_hook(partial(self._replace, unit))
+        yield module.register_forward_pre_hook(partial(self.replace, unit))
         # torch.compile of torch 2.11 loses count of hooks that were put before others.
         before = bool(module._forward_hooks)
-        yield module.register_forward_hook(self._take_back, prepend=before, always_call=True)
+        yield module.register_forward_hook(self.take_back, prepend=before, always_call=True)
 
     def prepare(self) -> None:
         """Makes the views for a forward pass of the model, unless those of the last one hold."""
@@ -190,7 +190,7 @@ class WeightViews:
             made[unit.start].append(Swap(owned, name, param, view))
         return made
 
-    def _replace(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def replace(self, unit: Unit, module: nn.Module, args: Any) -> None:
         """Replaces the weights of a unit by views: a forward pre-hook."""
         if not torch.is_grad_enabled():
             return
@@ -200,7 +200,7 @@ class WeightViews:
             return
         else:
             if self._own:
-                self._take_back(module, args, None)  # if an interrupt has left them
+                self.take_back(module, args, None)  # if an interrupt has left them
             swaps = self._swaps(unit)
         self._own[module] = swaps
         for owned, name, _, view in swaps:
@@ -216,7 +216,7 @@ class WeightViews:
             return []
         return self._lend(self._alone[unit.start])[unit.start]
 
-    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
+    def take_back(self, module: nn.Module, args: Any, output: Any) -> None:
         """Restores the weights of a module."""
         for owned, name, param, _ in self._own.pop(module, ()):
             owned[name] = param
@@ -265,7 +265,7 @@ class WeightViews:
         """Gives all weights back, as they were."""
         self.forget()
         for module in list(self._own):
-            self._take_back(module, None, None)
+            self.take_back(module, None, None)
         for param in self._widened:
             param.grad = None
             param.grad_dtype = param.dtype

@@ -182,19 +182,44 @@ def test_blocks_can_be_compiled_one_by_one(way: str) -> None:
         blocks.update()
 
 
+@compiles
+def test_scales_come_out_of_a_compiled_model_with_operations_between_blocks() -> None:
+    expected = gradients(build(Ends))
+    model = build(Ends)
+    blocks = BlockScales(model)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def call(x: Tensor) -> Tensor:
+        return compiled(x)
+
+    for _ in range(2):
+        plant(blocks)
+        bound = 16 * torch.finfo(torch.float32).eps
+        pairs = zip(gradients(model, call), expected, strict=True)
+        assert all((a - b).norm() <= bound * b.norm() for a, b in pairs)
+        for _ in range(17):
+            blocks.update()
+
+
 # Checkpoints
 
 
+@pytest.mark.parametrize("measures", [True, False])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_scales_come_out_of_checkpointed_blocks(reentrant: bool) -> None:
+def test_scales_come_out_of_checkpointed_blocks(reentrant: bool, measures: bool) -> None:
     def make() -> nn.Module:
         return Checkpointed(reentrant)
 
     expected = gradients(build(make), passes=2)
     model = build(make)
     blocks = BlockScales(model)
+    if not measures:
+        for _ in range(17):
+            blocks.update()
     plant(blocks)
     assert same(gradients(model, passes=2), expected)
+    if not measures:
+        return
     assert blocks._hooks.meters.borders[0].ne(0).all()
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
 
@@ -313,6 +338,53 @@ def check_half() -> None:
     compare("half")
 
 
+class Ends(nn.Module):
+    """Weights before the first block, between blocks and after the last, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.place = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.tokens(torch.arange(4)) + x)
+        for block in self.blocks:
+            x = block(x * self.place)
+            x = x.mean(0, keepdim=True) + x
+        return x @ self.tokens.weight.T
+
+
+def ends(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A model with weights outside of blocks, and how to call it."""
+    model = build(Ends)
+    if kind == "ddp":
+        return model, nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model.first) if kind == "parts" else model.blocks:
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh), model
+
+
+def check_gaps() -> None:
+    """Raises if gradients of a model with weights between blocks are wrong."""
+    rank = dist.get_rank()
+    for kind in ("ddp", "blocks", "parts"):
+        model, call = ends(kind)
+        expected = whole(gradients(model, call, seed=rank, passes=2))
+        model, call = ends(kind)
+        blocks = BlockScales(model)
+        for _ in range(2):  # with borders everywhere, and only where scales change
+            plant(blocks, extra=rank)
+            ours = whole(gradients(model, call, seed=rank, passes=2))
+            exact = zip(ours, expected, strict=True)
+            bound = 16 * torch.finfo(torch.float32).eps
+            assert all((a - b).norm() <= bound * b.norm() for a, b in exact), kind
+            for _ in range(17):
+                blocks.update()
+
+
 def check_group() -> None:
     """Raises if ranks of a group do not agree."""
     rank = dist.get_rank()
@@ -348,7 +420,7 @@ def test_float16_weights_in_ddp_are_refused(one_rank: Any) -> None:
         call(torch.ones(1, WIDTH).half())
 
 
-@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp blocks parts half group order"))
+@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp blocks parts half gaps group order"))
 def test_two_ranks_get_the_gradients_they_get_without(
     check: str, world: int, tmp_path: Path
 ) -> None:
