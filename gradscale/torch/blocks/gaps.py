@@ -21,6 +21,8 @@ from torch.autograd.function import BackwardCFunction
 
 _MOST = 64
 """The most operations of a gap."""
+_MOST_SHARED = 8
+"""The most operations of a gap if other blocks use them too: each block calls them once more."""
 
 
 class End(NamedTuple):
@@ -83,13 +85,17 @@ class Gap:
                 at_nodes[index] = []
         return at_blocks, at_leaves
 
-    def find(self, x: Tensor, mark: int, params: Container[int]) -> str:
+    def find(
+        self, x: Tensor, mark: int, params: Container[int], used: set[Any], thorough: bool
+    ) -> str:
         """Finds what lies before `x`; why gradients cannot be carried through, "" if they can.
 
         Args:
             x: The input of a block.
             mark: Of the blocks.
             params: The ids of parameters whose gradients autograd accumulates.
+            used: The operations that gaps of this forward pass have; those of this gap are added.
+            thorough: Whether to look for saved tensors that can be had only once.
         """
         order: dict[Any, None] = {}
         ends: dict[Any, End] = {}
@@ -122,6 +128,11 @@ class Gap:
             waiting.append((node, True))
             waiting.extend((near, False) for near, _ in node.next_functions)
         self.nodes = list(reversed(order))
+        if num_nodes > _MOST_SHARED and not used.isdisjoint(self.nodes):
+            return f"there are more than {_MOST_SHARED} operations that other blocks use too"
+        if thorough and any(_is_packed(node) for node in self.nodes if node not in used):
+            return "its saved tensors are packed, as by a checkpoint"
+        used.update(self.nodes)
         ends.update((node, End("node", index)) for index, node in enumerate(self.nodes))
 
         def end_of(node: Any, nr: int) -> End:
@@ -140,3 +151,24 @@ class Gap:
 def _metadata(nodes: list[Any], end: End) -> Any:
     """Shape and dtype of the gradient that a node is called with."""
     return nodes[end.place]._input_metadata[end.nr]
+
+
+def _is_packed(node: Any) -> bool:
+    """Whether a saved tensor of `node` has hooks: a checkpoint gives it back only once.
+
+    It has hooks afterwards, ones that do nothing: nothing but setting them shows others.
+    """
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            saved = getattr(node, name)
+            for each in saved if isinstance(saved, (list, tuple)) else (saved,):
+                try:
+                    each.register_hooks(_same, _same)
+                except RuntimeError as error:
+                    if "already been set" in str(error):
+                        return True
+    return False
+
+
+def _same(x: Any) -> Any:
+    return x

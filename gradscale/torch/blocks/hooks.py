@@ -65,6 +65,8 @@ class BlockHooks:
         compiling), the tensor before the border, and the place of the block."""
         self._given: list[tuple[int, Tensor, int]] = []
         """Inputs without a border: the place of the block, the tensor and its version."""
+        self._used: set[Any] = set()
+        """The operations of all gaps of this forward pass."""
         self.device = _device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
@@ -115,6 +117,7 @@ class BlockHooks:
         """Begins a forward pass of the model: a forward pre-hook."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        self.forget()
         self._notice_capture()
         self.weights.prepare()
 
@@ -207,7 +210,7 @@ class BlockHooks:
         if x.grad_fn is None or (place in self.reasons and not self.measures):
             return None
         gap = Gap()
-        reason = gap.find(x, self.mark, self._params)
+        reason = gap.find(x, self.mark, self._params, self._used, self.measures)
         half = [leaf for leaf in gap.leaves if is_half(leaf)]
         if half and (not HAS_GRAD_DTYPE or in_ddp()):
             reason = "a weight there is float16"
@@ -297,6 +300,7 @@ class BlockHooks:
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
         self._made, self._given = [], []
+        self._used = set()
 
     def remove(self) -> None:
         """Removes the hooks from the model."""

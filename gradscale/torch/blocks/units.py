@@ -64,6 +64,8 @@ class Swap(NamedTuple):
         return (
             param is self.param
             and param.requires_grad
+            and type(param) is nn.Parameter
+            and type(self.view) is Tensor
             and param.data_ptr() == self.view.data_ptr()
             and param.dtype is self.view.dtype
         )

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradscale as gs
 from block_models import WIDTH, Damped, Pooled, Residual, build, gradients, plant, positions
@@ -463,12 +464,17 @@ def many(x: Tensor) -> Tensor:
     return x
 
 
+def recomputed(x: Tensor) -> Tensor:
+    return checkpoint(lambda x: torch.sin(x * x), x, use_reentrant=False)
+
+
 @pytest.mark.parametrize(
     ("act", "reason"),
     [
         (halve, ""),
         (Double.apply, "DoubleBackward is a Python function of autograd"),
         (many, "there are more than 64 operations"),
+        (recomputed, "its saved tensors are packed, as by a checkpoint"),
     ],
 )
 def test_what_cannot_be_carried_is_unscaled_and_reported(act: Any, reason: str) -> None:
@@ -483,6 +489,37 @@ def test_what_cannot_be_carried_is_unscaled_and_reported(act: Any, reason: str) 
     reports = blocks.report()
     assert [each.unscaled_because for each in reports] == ["", "", "", reason, ""]
     assert (f"inputs are unscaled: {reason}" in str(reports)) == bool(reason)
+
+
+class Towers(nn.Module):
+    """Blocks that all use what many operations, or a few, have made of the first block's output."""
+
+    def __init__(self, num_operations: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.num_operations = num_operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for _ in range(self.num_operations):
+            x = torch.sin(x)
+        return sum(block(x) for block in self.blocks[1:])
+
+
+@pytest.mark.parametrize(("num", "unscaled"), [(8, 0), (9, 2)])
+def test_many_operations_are_carried_through_once(num: int, unscaled: int) -> None:
+    x = torch.randn(4, WIDTH)
+    model = build(lambda: Towers(num))
+    exact = copy.deepcopy(model).double()
+    exact(x.double()).square().mean().backward()
+    blocks = BlockScales(model)
+    for _ in range(2):
+        plant(blocks)
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert near([p.grad for p in model.parameters()], [p.grad for p in exact.parameters()])
+        assert sum(bool(each.unscaled_because) for each in blocks.report()) == unscaled
+        calm(blocks)
 
 
 class Ends(nn.Module):
