@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="small sizes, for the CPU")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     if options.device == "cpu":

@@ -275,8 +275,10 @@ def _each_amax(grads: Sequence[Tensor | None], slots: Sequence[int], num: int) -
     if len(there) == num:
         return found
     used = [slot for grad, slot in zip(grads, slots, strict=True) if grad is not None]
-    where = torch.tensor(used, device=found.device)
-    return torch.zeros(num, device=found.device).index_copy(0, where, found)
+    every = [torch.zeros((), device=found.device)] * num
+    for slot, each in zip(used, found.unbind(), strict=True):
+        every[slot] = each
+    return torch.stack(every)
 
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:

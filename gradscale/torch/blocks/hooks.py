@@ -301,6 +301,7 @@ class BlockHooks:
         """Forgets the tensors of a forward pass."""
         self._made, self._given = [], []
         self._used = set()
+        self.weights.fresh = False
 
     def remove(self) -> None:
         """Removes the hooks from the model."""

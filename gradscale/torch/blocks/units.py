@@ -120,6 +120,8 @@ class WeightViews:
         self._alone = {unit.start: Group([unit]) for unit in units}
         self._ready: dict[int, list[Swap]] = {}
         """Of every unit, by its start."""
+        self.fresh = False
+        """Whether those were looked at in the forward pass that is running."""
         self._own: dict[nn.Module, list[Swap]] = {}
         """The weights that are replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
@@ -137,6 +139,8 @@ class WeightViews:
     def prepare(self) -> None:
         """Makes the views for a forward pass of the model, unless those of the last one hold."""
         hooks = self._hooks
+        for module in list(self._own):  # if an interrupt has left them
+            self.take_back(module, None, None)
         if hooks.idle or hooks.captured:
             return
         # DDP reduces gradients in the order in which the views of this pass were made.
@@ -148,6 +152,7 @@ class WeightViews:
             if not group.holds():
                 group.swaps = self._lend(group)
                 self._ready.update(group.swaps)
+        self.fresh = True
 
     def _group(self) -> Iterator[list[Unit]]:
         """Units that follow each other and have one scale."""
@@ -182,7 +187,10 @@ class WeightViews:
             self.widen(params)
         views = lend(
             hooks.factor_of_weights(group.units[0].place),
-            hooks.meters.of_weights(group.start, group.end, hooks.measures or hooks.captured),
+            # In this order: whether it measures would be a constant of what is compiled.
+            hooks.meters.of_weights(
+                group.start, group.end, compiling or hooks.measures or hooks.captured
+            ),
             tuple(slot for _, slot, *_ in found),
             tuple(unit.place for unit, *_ in found),
             hooks.mark,
@@ -212,7 +220,7 @@ class WeightViews:
         """The views of the weights of `unit`, made for it alone if they are not ready."""
         hooks = self._hooks
         ready = self._ready.get(unit.start)
-        if ready is not None and all(owned[name] is param for owned, name, param, _ in ready):
+        if ready is not None and (self.fresh or all(swap.holds() for swap in ready)):
             return ready
         if not (hooks.measures or hooks.captured or hooks.exponents[unit.place]):
             return []

@@ -375,6 +375,12 @@ def test_weights_may_be_frozen_replaced_and_moved() -> None:
             with torch.no_grad():
                 line.bias.add_(1.0)  # as an optimizer does
         assert same(gradients(model, x), gradients(other, x)), change
+        for net in (model, other):  # a block on its own, outside of a pass of the model
+            net.zero_grad()
+            net.blocks[1].wide.weight.data = net.blocks[1].wide.weight.data * 2
+            net.blocks[1](x).square().sum().backward()
+        pairs = zip(model.blocks[1].parameters(), other.blocks[1].parameters(), strict=True)
+        assert all(a.grad is b.grad is None or torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def test_several_forward_passes_before_a_backward_pass() -> None:
