@@ -219,10 +219,11 @@ class Weights(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             _refuse_second_gradients()
         amax = _each_amax(grads, ctx.slots, ctx.num_meters) if ctx.num_meters else None
+        wide = [_wide(grad) for grad in there]
         if any(grad.is_sparse for grad in there):
-            done = iter([_wide(grad) * ctx.factor for grad in there])
+            done = iter([_times(grad, ctx.factor) for grad in wide])
         else:
-            done = iter(torch._foreach_mul([_wide(grad) for grad in there], ctx.factor))
+            done = iter(wide if is_one(ctx.factor) else torch._foreach_mul(wide, ctx.factor))
         parts = (None if grad is None else next(done) for grad in grads)
         return None, amax, None, None, None, *parts
 
@@ -252,6 +253,8 @@ def is_one(factor: Factor) -> bool:
 
 def _times(grad: Tensor, factor: Factor) -> Tensor:
     """`grad` times `factor`, which may be beyond what float16 can hold."""
+    if is_one(factor):
+        return grad
     if isinstance(factor, Tensor) and grad.dtype is torch.float16:
         return (grad.float() * factor).half()
     return grad * factor  # a Python number is not rounded to float16

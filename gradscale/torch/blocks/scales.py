@@ -41,7 +41,9 @@ class BlockScales:
             blocks.update()                          # once per step
 
     Gradients of weights come out as without it, only more exact. All scales are 1 until the first
-    `update()`. The loss scale remains: it is for what lies between the blocks and the loss.
+    `update()`. A gradient keeps the scale of a block through the operations before that block, up
+    to the blocks and weights that they come from; `report()` says where it cannot. The loss scale
+    remains: it is for what lies between the last block and the loss.
 
     Gradients of float16 weights in blocks become float32 (`grad_dtype`), because in float16 they
     would vanish as soon as the scale is divided out. Gradients of gradients (`create_graph`) are
