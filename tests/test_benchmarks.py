@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", "2.6", reason="the benchmarks use names of torch 2.6")
+torch = pytest.importorskip("torch")
+import torch_has  # noqa: E402
+
+torch_has.fully_shard()
 
 import _rows  # noqa: E402
 import _shapes  # noqa: E402

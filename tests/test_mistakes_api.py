@@ -5,6 +5,7 @@ A part of test_mistakes.py, which explains the form and lists all tests by numbe
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
@@ -241,7 +242,8 @@ def weight_of_dtype(kind: Kind, dtype: torch.dtype, fused: bool, device: str = "
 def test_all_gradient_dtypes_work_alike() -> None:
     assert weight_of_dtype(TORCH, torch.float16, fused=False) is ValueError
     assert weight_of_dtype(TORCH, torch.float16, fused=True) == 0.0
-    assert weight_of_dtype(TORCH, torch.complex64, fused=False) is NotImplementedError
+    missing = outcome(torch.ones(1, dtype=torch.complex64).erf)  # in torch 2.4 a RuntimeError
+    assert weight_of_dtype(TORCH, torch.complex64, fused=False) is missing
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for fused in (False, True):
             assert (dtype, weight_of_dtype(OURS, dtype, fused)) == (dtype, 0.0)
@@ -295,10 +297,10 @@ def test_library_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def rule_of_the_docstring() -> Callable[[dict[str, Any]], None]:
     """The pseudo-code in the docstring of `Dynamic`, as a program on the names it uses."""
-    doc = Dynamic.__doc__ or ""
-    block = re.search(r"^ +if not loss_finite:\n(?:(?: {8}.*)?\n)+", doc, re.MULTILINE)
+    doc = inspect.getdoc(Dynamic) or ""  # Python 3.13 takes the indentation out of `__doc__` itself
+    block = re.search(r"^    if not loss_finite:\n(?:(?: {4}.*)?\n)+", doc, re.MULTILINE)
     assert block
-    lines = [line[8:] for line in block[0].replace("nothing changes", "pass").splitlines()]
+    lines = [line[4:] for line in block[0].replace("nothing changes", "pass").splitlines()]
     code = compile("\n".join(lines), "Dynamic.__doc__", "exec")
     return lambda names: exec(code, {}, names)
 

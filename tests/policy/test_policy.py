@@ -56,6 +56,9 @@ from policy_faults import (
     as_fault,
 )
 
+# The jax of Python 3.10 has it under its older name alone.
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
 # The engines.
 
 
@@ -89,7 +92,7 @@ def scanned(policy: Policy, history: History) -> list[State]:
 @contextmanager
 def strict_jax(x64: bool = False) -> Iterator[None]:
     """No promotion in JAX; with `x64` also the 64-bit types that it does without otherwise."""
-    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
+    with jax.numpy_dtype_promotion("strict"), enable_x64(x64):
         yield
 
 

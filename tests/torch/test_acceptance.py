@@ -133,7 +133,7 @@ def test_07_a_resumed_run_is_the_same_run(stop: int, tmp_path: Any) -> None:
     def save(state: dict[str, Any]) -> dict[str, Any]:
         state["scaler"] = json.loads(json.dumps(state["scaler"]))
         torch.save(state, tmp_path / "checkpoint.pt")
-        return torch.load(tmp_path / "checkpoint.pt")
+        return torch.load(tmp_path / "checkpoint.pt", weights_only=True)
 
     assert trained(stop, 15, save) == trained(99, 15, save)
     assert trained(stop, 15, save) != trained(stop, 14, save)  # else this shows nothing

@@ -18,13 +18,15 @@ from gradscale.torch.optim import Adam, AdamW, adam
 
 def test_features_are_those_of_this_torch() -> None:
     version = torch.__version__
+    assert (version >= (2, 5)) == features.TRACES_REPLACED_WEIGHTS
     assert (version >= (2, 7)) == features.ADAM_TAKES_DECOUPLED
     assert (version >= (2, 8)) == features.COMPILES_OPERATORS
     assert (version >= (2, 10)) == features.HAS_GRAD_DTYPE
 
 
 def test_accelerator_is_found_without_torch_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = features.accelerator()
+    # Not features.accelerator(): of a build for CUDA, it is "cuda" without a GPU, too.
+    there = "cuda" if torch.cuda.is_available() else None
     monkeypatch.delattr(torch, "accelerator", raising=False)
     assert features.accelerator.__wrapped__() == there
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -81,6 +83,31 @@ def test_float16_blocks_are_refused_without_grad_dtype(monkeypatch: pytest.Monke
     with pytest.raises(SettingError, match=r"grad_dtype.*float32 weights with autocast"):
         BlockScales(model, blocks=list(model))
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", ["model", "block", "in place", "function"])
+def test_compiled_blocks_are_refused_where_torch_compiles_the_wrong_weights(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "TRACES_REPLACED_WEIGHTS", False)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    BlockScales(model, blocks=list(model))
+    call: Any = model
+    if way == "model":
+        call = torch.compile(model, backend="eager")
+    elif way == "block":
+        call = nn.Sequential(torch.compile(model[0], backend="eager"), model[1])
+    elif way == "in place":
+        model[0].compile(backend="eager")
+    else:
+        call = torch.compile(lambda x: model(x) + 1, backend="eager")
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(SettingError, match=r"BlockScales in a compiled function need torch 2\.5"):
+        call(x)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), model(x) + (way == "function"))
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

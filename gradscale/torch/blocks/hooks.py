@@ -34,7 +34,7 @@ from gradscale.torch.blocks.edges import (
 from gradscale.torch.blocks.gaps import Gap
 from gradscale.torch.blocks.meters import ENTERING, LEAVING, Meters
 from gradscale.torch.blocks.units import Unit, WeightViews, find_units, in_ddp, is_half
-from gradscale.torch.features import HAS_GRAD_DTYPE
+from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS
 
 _marks = itertools.count()
 
@@ -74,7 +74,7 @@ class BlockHooks:
         if not HAS_GRAD_DTYPE and any(is_half(param) for unit in units for param in unit.params()):
             raise SettingError(
                 "BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch "
-                f"{torch.__version__} does not have. Use torch 2.11 or later, or float32 weights "
+                f"{torch.__version__} does not have. Use torch 2.10 or later, or float32 weights "
                 "with autocast."
             )
         self.meters = Meters(len(blocks), units, self.device)
@@ -142,6 +142,10 @@ class BlockHooks:
         if not torch.is_grad_enabled():
             return None
         if torch.compiler.is_compiling():
+            if not TRACES_REPLACED_WEIGHTS:
+                from gradscale.torch.blocks import refusal  # loads Dynamo, which is there by now
+
+                refusal.refuse_graph()
             arrive = partial(self._arrive_compiled, place)
         elif self.idle:
             return None

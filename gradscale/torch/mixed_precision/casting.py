@@ -219,7 +219,9 @@ def widen_states(optimizers: Iterable[Optimizer]) -> None:
 def device_of(model: nn.Module) -> torch.device:
     """Where the first parameter or buffer of `model` is; the CPU if it has none."""
     everything: Iterator[Tensor] = chain(model.parameters(), model.buffers())
-    return next((value.device for value in everything), torch.device("cpu"))
+    for value in everything:  # not next() with a default, which torch 2.6 cannot trace
+        return value.device
+    return torch.device("cpu")
 
 
 def refuse_wrapped(model: nn.Module) -> None:

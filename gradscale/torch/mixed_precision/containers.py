@@ -112,7 +112,7 @@ def _fields(value: Any) -> list[str]:
     if isinstance(value, type):
         return []
     fields: Iterable[Any] = getattr(value, "__attrs_attrs__", ())
-    if dataclasses.is_dataclass(value):
+    if hasattr(value, "__dataclass_fields__"):  # not is_dataclass(), which torch 2.4 cannot trace
         fields = dataclasses.fields(value)
     return [field.name for field in fields if hasattr(value, field.name)]
 

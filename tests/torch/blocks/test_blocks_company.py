@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import gradscale as gs
+import torch_has
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import GradScaler
 from gradscale.torch.blocks import BlockScales
@@ -113,7 +114,7 @@ def compiles(test: Any) -> Any:
 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
-    pytest.importorskip("torch", "2.6", reason="Dynamo traces such hooks from torch 2.6 on")
+    torch_has.replaced_weights_in_graphs()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -416,7 +417,7 @@ def check_order() -> None:
 
 
 def test_float16_weights_in_ddp_are_refused(one_rank: Any) -> None:
-    pytest.importorskip("torch", "2.10", reason="Tensor.grad_dtype is of torch 2.10")
+    torch_has.grad_dtype()
     model = build(residuals).half()
     call = nn.parallel.DistributedDataParallel(model)
     BlockScales(model)

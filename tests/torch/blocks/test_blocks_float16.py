@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradscale as gs
+import torch_has
 from gradscale.torch import GradScaler
 from gradscale.torch.blocks import BlockScales
 from gradscale.torch.optim import AdamW, Lion
@@ -198,7 +199,7 @@ def test_float16_weights_get_their_gradients_in_float32(truth: list[Tensor]) -> 
         ((model(x.to(dtype)).float() - target).square().mean() * 2.0**10).backward()
         return [param.grad.double() / 2.0**10 for param in model.parameters()]
 
-    pytest.importorskip("torch", "2.10", reason="Tensor.grad_dtype is of torch 2.10")
+    torch_has.grad_dtype()
     expected = run(halves().float())
     model = halves()
     assert num_wrong(run(model), expected) > DEPTH

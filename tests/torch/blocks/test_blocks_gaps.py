@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradscale as gs
+import torch_has
 from block_models import WIDTH, Damped, Pooled, Residual, build, gradients, plant, positions
 from gradscale.errors import SettingError
 from gradscale.torch import GradScaler
@@ -567,7 +568,7 @@ def test_embedding_before_the_first_block_keeps_small_gradients() -> None:
                 x = block(x)
             return x
 
-    pytest.importorskip("torch", "2.10", reason="Tensor.grad_dtype is of torch 2.10")
+    torch_has.grad_dtype()
     torch.manual_seed(0)
     model = Deep()
     blocks = BlockScales(model)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+import torch_has
 from gradscale.torch import GradScaler
 from gradscale.torch.optim import AdamW
 
@@ -155,7 +156,7 @@ CALLS: dict[str, Callable[[GradScaler, Optimizer, Tensor], Any]] = {
 def test_a_full_graph_without_it_is_refused_with_the_reason(
     call: Callable[[GradScaler, Optimizer, Tensor], Any],
 ) -> None:
-    pytest.importorskip("torch", "2.8", reason="torch gives reasons from 2.8 on")
+    torch_has.reasons_of_graph_breaks()
     w, scaler = torch.ones(3, requires_grad=True), GradScaler("cpu")
     optimizer = AdamW([w], lr=0.1)
     compiled = torch.compile(lambda x: call(scaler, optimizer, x), fullgraph=True, backend="eager")

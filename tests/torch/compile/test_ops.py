@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+import torch_has
 from gradscale import CallOrderError, SettingError
 from gradscale.torch import GradScaler
 from gradscale.torch.optim import Adam, AdamW
 
-pytest.importorskip("torch", "2.8", reason="compiles into one graph from torch 2.8 on")
+torch_has.operators_in_graphs()
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 NoSync = Callable[[], AbstractContextManager[None]]
 

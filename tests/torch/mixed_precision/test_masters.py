@@ -256,7 +256,6 @@ def test_frozen_weights_are_cast_too_and_other_formats_are_not() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_before_or_after() -> None:
-    pytest.importorskip("torch", "2.6", reason="Dynamo traces such casts from torch 2.6 on")
     numbers = torch.arange(10)
     plain, early, late = (seeded(Tied) for _ in range(3))
     cast(plain, torch.bfloat16)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import torch_has
 from cpu_graph import keep_in_tensors
 from gradscale import Dynamic, Static
 from gradscale.torch import Culprit, GradScaler
@@ -28,7 +29,7 @@ def unnamed(model: nn.Module, scaler: GradScaler) -> Optimizer:
 
 
 def named_by_the_optimizer(model: nn.Module, scaler: GradScaler) -> Optimizer:
-    pytest.importorskip("torch", "2.6", reason="optimizers take names from torch 2.6 on")
+    torch_has.named_parameters()
     return SGD(model.named_parameters(), lr=0.1)  # type: ignore[arg-type]
 
 
@@ -91,7 +92,7 @@ def test_clipping_does_not_hide_the_culprit(way: str, value: float) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("two_calls", [False, True])
 def test_what_does_not_fit_is_named_too(two_calls: bool, fused: bool) -> None:
-    pytest.importorskip("torch", "2.6", reason="optimizers take names from torch 2.6 on")
+    torch_has.named_parameters()
     scaler, w = GradScaler("cpu", init_scale=2.0**-10), torch.ones(2, requires_grad=True)
     optimizer = SGD([("w", w)], lr=1.0, fused=fused)
     scaler.backward(w.sum())

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
+import torch_has
 from cpu_graph import keep_in_tensors
 from gradscale import CallOrderError, Headroom, SettingError
 from gradscale.torch import Culprit, GradScaler
@@ -194,7 +195,7 @@ def test_the_common_scale_grows_only_with_loss_0_and_falls_when_it_is_too_high()
 
 
 def test_culprits_of_a_loss_of_its_own_are_named_and_its_floor_is_its_own() -> None:
-    pytest.importorskip("torch", "2.6", reason="optimizers take names from torch 2.6 on")
+    torch_has.named_parameters()
     scaler, w = GradScaler("cpu", init_scale=8.0), parameter(0.0, 0.0)
     optimizer = SGD([("w", w)], lr=1.0)
     loss = (w * torch.tensor([2.0**126, 1.0])).sum()
