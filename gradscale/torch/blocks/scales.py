@@ -66,7 +66,7 @@ class BlockScales:
         blocks: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
         *,
         rule: BlockPolicy | None = None,
-        every: int = 16,
+        every: int = 32,
         group: Any = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -104,6 +104,8 @@ class BlockScales:
         """
         hooks = self._hooks
         hooks.forget()
+        if hooks.captured:
+            self._awaited = None  # the device has them
         self._arrive()
         measured = hooks.measures or hooks.captured
         self._num_updates += 1

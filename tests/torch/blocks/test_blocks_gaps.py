@@ -398,6 +398,47 @@ def test_several_forward_passes_before_a_backward_pass() -> None:
     assert same(run(model), expected)
 
 
+def test_scales_that_come_late_move_in_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    torch.manual_seed(0)
+    model = Pooled()
+    x, labels = positions(0, 8)
+    blocks = BlockScales(model, every=2)
+    for _ in range(NUM_EARLY):
+        step(model, x, labels)
+        blocks.update()
+    found = blocks.state_dict()
+    plant(blocks, [0] * len(blocks.names))
+    event = Event()
+
+    def send(at_once: bool) -> None:
+        assert not at_once
+        blocks._awaited = blocks._state.exponents.clone(), event
+
+    monkeypatch.setattr(blocks, "_send", send)
+    step(model, x, labels)
+    assert blocks._hooks.measures
+    blocks.update()
+    assert not any(blocks.exponents.values())
+    assert not blocks._hooks.measures  # not before those are there
+    step(model, x, labels)  # and passes are right meanwhile
+    blocks.update()
+    assert event.waited == 1
+    assert any(blocks.exponents.values())
+    assert blocks._hooks.measures
+    for _ in range(12):
+        step(model, x, labels)
+        blocks.update()
+    assert dead(model) == []
+    assert len(set(blocks.exponents.values())) == len(set(found["exponents"].values()))
+    copy.deepcopy(blocks)
+
+
 # Gaps.
 
 
