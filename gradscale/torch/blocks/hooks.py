@@ -213,6 +213,8 @@ class BlockHooks:
         """What lies between `x` and the blocks that it comes from; None if it cannot be used."""
         if x.grad_fn is None or (place in self.reasons and not self.measures):
             return None
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint, whose graph is thrown away
+            return None
         gap = Gap()
         reason = gap.find(x, self.mark, self._params, self._used, self.measures)
         half = [leaf for leaf in gap.leaves if is_half(leaf)]

@@ -539,6 +539,27 @@ def test_what_cannot_be_carried_is_unscaled_and_reported(act: Any, reason: str) 
     assert (f"inputs are unscaled: {reason}" in str(reports)) == bool(reason)
 
 
+@pytest.mark.parametrize("measures", [True, False])
+def test_gap_before_a_checkpointed_block_is_carried_through(measures: bool) -> None:
+    class Recomputed(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, halve(torch.sin(x)), use_reentrant=False)
+            return x
+
+    x = torch.randn(4, WIDTH)
+    expected = gradients(build(Recomputed), x)
+    model = build(Recomputed)
+    blocks = BlockScales(model)
+    if measures:
+        plant(blocks)
+    else:
+        gradients(model, x)
+        calm(blocks)
+    assert same(gradients(model, x), expected)
+    assert not any(each.unscaled_because for each in blocks.report())
+
+
 class Towers(nn.Module):
     """Blocks that all use what many operations, or a few, have made of the first block's output."""
 
