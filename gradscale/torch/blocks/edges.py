@@ -231,14 +231,22 @@ class Weights(torch.autograd.Function):
 leave: Callable[..., Tensor] = Output.apply
 enter: Callable[..., Tensor] = Input.apply
 lend: Callable[..., tuple[Tensor, ...]] = Weights.apply
-_leave_now: Callable[..., Tensor] = super(torch.autograd.Function, Output).apply
 
 
-def leave_now(*args: Any) -> Tensor:
-    """`leave()` in a pass that is not compiled, in two thirds of the time."""
-    if torch._C._are_functorch_transforms_active():
-        return leave(*args)
-    return _leave_now(*args)
+def _now(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for passes that are not compiled, in two thirds of the time."""
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return direct(*args)
+
+    return apply
+
+
+leave_now: Callable[..., Tensor] = _now(Output)
+enter_now: Callable[..., Tensor] = _now(Input)
 
 
 def is_untouched(x: Tensor | None) -> bool:

@@ -26,6 +26,7 @@ from gradscale.torch.blocks.edges import (
     Factor,
     Live,
     enter,
+    enter_now,
     is_one,
     is_untouched,
     leave,
@@ -181,7 +182,7 @@ class BlockHooks:
         factors = [] if gap is None else [self.factor(place, n.route[2]) for n in gap.blocks]
         live = Live(self.clock, self.clock.time, x, gap, factors)
         route = (self.mark, place, OUTSIDE)
-        return enter(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
+        return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
 
     def _arrive_from(self, place: int, maker: int, made: Tensor) -> Tensor:
         """`made`, which the block at `maker` has made, inside of the block at `place`."""
@@ -193,7 +194,7 @@ class BlockHooks:
             self.reasons.pop(place, None)
         leaving, entering = self._meter(LEAVING, place), self._meter(ENTERING, maker)
         factor, route = self.factor(place, maker), (self.mark, place, maker)
-        return enter(made, factor, leaving, entering, route, self.live)
+        return enter_now(made, factor, leaving, entering, route, self.live)
 
     def _arrive_compiled(self, place: int, x: Tensor) -> Tensor:
         """`x` inside of the block at `place`, in a compiled function, where graphs have no gaps."""
