@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -66,13 +67,15 @@ def run_page(path: Path) -> int:
             f"{path.name} has {num_wanted} Python blocks, of which {num_shown} can be run: "
             "open a block with ```python and close it with ```, both at the start of a line."
         )
-    namespace: dict[str, Any] = {"__name__": path.name}
+    # A module that can be imported: the compiler of torch 2.6 imports that of a compiled function.
+    page_module = sys.modules[path.name] = ModuleType(path.name)
     for block in found:
         # The blank lines make a traceback name the line of the page.
-        padded = "\n" * (block.line - 1) + block.code
+        padded, name = "\n" * (block.line - 1) + block.code, str(path)
         if not features.COMPILES_OPERATORS:  # docs/versions.md: graph breaks, and the same results
-            padded = padded.replace("fullgraph=True, ", "")
-        exec(compile(padded, str(path), "exec", dont_inherit=True), namespace)
+            padded, name = padded.replace("fullgraph=True, ", ""), f"<{path.name}>"
+            # Dynamo looks for the Python code of a graph break in the file, which is not Python.
+        exec(compile(padded, name, "exec", dont_inherit=True), vars(page_module))
     return num_shown
 
 
@@ -93,7 +96,7 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "lightning.md": partial(pytest.importorskip, "lightning"),
     "transformers.md": partial(pytest.importorskip, "transformers"),
     "trainer_lora.py": partial(pytest.importorskip, "peft"),
-    "fsdp2.py": torch_has.fully_shard,
+    "fsdp2.py": torch_has.fsdp2_on_the_cpu,
     "pipeline.py": torch_has.pipeline_stages,
 }
 """What a page or an example is skipped without."""

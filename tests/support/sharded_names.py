@@ -3,15 +3,26 @@
 import unittest
 from typing import Any
 
+import torch
+
 try:  # torch 2.6
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 except ImportError:
-    from torch.distributed._composable.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-    from torch.distributed._composable.fsdp import fully_shard as _fully_shard
+    from torch.distributed._composable.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
+
+FSDP2_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""Whether FSDP2 runs without an accelerator (torch 2.7)."""
+
+if not FSDP2_ON_THE_CPU:
+    _fully_shard = fully_shard
 
     def fully_shard(module: Any, *, mesh: Any = None, **settings: Any) -> Any:
         if mesh is None or mesh.device_type == "cpu":
-            raise unittest.SkipTest("FSDP2 runs on the CPU from torch 2.6 on")
+            raise unittest.SkipTest("needs FSDP2 on the CPU")
         return _fully_shard(module, mesh=mesh, **settings)
 
 
@@ -21,6 +32,7 @@ except ImportError:
     from torch.distributed._tensor import DTensor, Replicate, Shard, distribute_tensor
 
 __all__ = [
+    "FSDP2_ON_THE_CPU",
     "CPUOffloadPolicy",
     "DTensor",
     "MixedPrecisionPolicy",

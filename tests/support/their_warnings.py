@@ -9,6 +9,7 @@ import warnings
 _PINNED = "2.13."
 _IGNORED: list[tuple[str, type[Warning]]] = [
     (r".torch\.cpu\.amp\.autocast.args", FutureWarning),  # torch 2.4: checkpoint()
+    ("Skipping serialization of skipfiles_inline", UserWarning),  # torch 2.6: Inductor
     ("Converting a tensor with requires_grad", UserWarning),  # torch 2.8: LBFGS
     (r"The \.grad attribute of a Tensor that is not", UserWarning),  # torch 2.11: compile()
     ("Conversion of an array with ndim > 0 to a scalar", DeprecationWarning),  # Triton 3.6

@@ -14,10 +14,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.optim import SGD
 
 from gradscale.torch import features
+from sharded_names import FSDP2_ON_THE_CPU
+
+
+def fsdp2_on_the_cpu() -> None:
+    """FSDP2 without an accelerator (torch 2.7)."""
+    if not FSDP2_ON_THE_CPU:
+        pytest.skip("needs FSDP2 on the CPU, which needs torch.cpu.Stream.record_event")
 
 
 def fully_shard() -> None:
-    """FSDP2 by its public name (torch 2.6), and with it on the CPU."""
+    """FSDP2 by its public name (torch 2.6)."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip("needs torch.distributed.fsdp.fully_shard", allow_module_level=True)
 

@@ -220,7 +220,7 @@ class Weights(torch.autograd.Function):
             _refuse_second_gradients()
         amax = _each_amax(grads, ctx.slots, ctx.num_meters) if ctx.num_meters else None
         wide = [_wide(grad) for grad in there]
-        if any(grad.is_sparse for grad in there):
+        if any(_is_sparse(grad) for grad in there):
             done = iter([_times(grad, ctx.factor) for grad in wide])
         else:
             done = iter(wide if is_one(ctx.factor) else torch._foreach_mul(wide, ctx.factor))
@@ -268,6 +268,11 @@ def _times(grad: Tensor, factor: Factor) -> Tensor:
     return grad * factor  # a Python number is not rounded to float16
 
 
+def _is_sparse(grad: Tensor) -> bool:
+    """Whether `grad` is sparse: none is in a graph, where torch 2.6 refuses the question."""
+    return not torch.compiler.is_compiling() and grad.is_sparse
+
+
 def _wide(grad: Tensor) -> Tensor:
     """`grad` in a format in which a small one does not vanish."""
     return grad.float() if grad.dtype is torch.float16 else grad
@@ -294,7 +299,7 @@ def _each_amax(grads: Sequence[Tensor | None], slots: Sequence[int], num: int) -
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The largest magnitude of each (float32)."""
-    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    values = [grad._values() if _is_sparse(grad) else grad for grad in grads]
     full = [value for value in values if value.numel()]
     if len(full) == 1 == len(values):
         return [torch.linalg.vector_norm(values[0], float("inf")).float()]

@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
 def test_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
     import torch_has  # not at the top: the ranks run this file as a script
 
-    torch_has.fully_shard()
+    torch_has.fsdp2_on_the_cpu()
     torchrun(tmp_path, "sharded", 4)
     expected = json.loads((tmp_path / "4.json").read_text())
     for world in (2, 1):

@@ -170,8 +170,9 @@ ONE = torch.ones(1)
 
 
 def new_object(x: Tensor) -> Tensor:
-    """Makes an object as the copies of outputs are made."""
-    return x if isinstance(object.__new__(Plain), Plain) else -x
+    """Makes an object, and looks at its class, as where outputs are rebuilt."""
+    new = object.__new__(Plain)
+    return x * len([kind for kind in type(new).__mro__ if hasattr(kind, "x")])
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def attributes(value: Any) -> dict[str, Any]:
 )
 def test_outputs_of_a_compiled_model(kind: str) -> None:
     if kind not in ("dict", "pytree", "features") and not torch_has.full_graph(new_object, ONE):
-        pytest.skip("needs torch.compile to trace object.__new__")
+        pytest.skip("needs torch.compile to trace object.__new__ and __mro__")
     net = Net(KINDS[kind])
     MixedPrecision(net, AdamW(net.parameters()), "fp16-master")
     wanted = tensors(net(torch.ones(2, 4)))
