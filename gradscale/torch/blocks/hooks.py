@@ -22,6 +22,10 @@ from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
 from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS
 
 _marks = itertools.count()
+_NO_GRAD_DTYPE = (
+    f"BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch {torch.__version__} "
+    "does not have. Use torch 2.10 or later, or float32 weights with autocast."
+)
 _EARLY = 16
 """The first updates, in which gradients are measured every time."""
 
@@ -40,11 +44,7 @@ class BlockHooks:
         self, model: nn.Module, blocks: list[Block], every: int, ended: Callable[[Any], None]
     ) -> None:
         if not HAS_GRAD_DTYPE and any(map(_is_half, _params_of(blocks))):
-            raise SettingError(
-                "BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch "
-                f"{torch.__version__} does not have. Use torch 2.10 or later, or float32 weights "
-                "with autocast."
-            )
+            raise SettingError(_NO_GRAD_DTYPE)
         self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
         self.mark = next(_marks)
         self._num_updates = 0
@@ -196,6 +196,8 @@ class BlockHooks:
                     "BlockScales cannot scale. After fully_shard() that happens when a part of a "
                     "sharded module is called on its own. Leave the block out of blocks=."
                 )
+            if param.dtype is torch.float16 and not HAS_GRAD_DTYPE:
+                raise SettingError(_NO_GRAD_DTYPE)
             in_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
             if param.dtype is torch.float16 and in_ddp:
                 raise SettingError(
