@@ -41,6 +41,12 @@ PATIENCE = 120
 LIMIT = 400
 """Seconds after which ranks that still run are ended."""
 
+WARNINGS = ["-W", "error"]
+"""How a rank takes warnings."""
+if not torch.__version__.startswith("2.13."):  # as in conftest.py
+    WARNINGS += ["-W", "ignore:Converting a tensor with requires_grad:UserWarning"]
+    WARNINGS += ["-W", "ignore:Conversion of an array with ndim > 0:DeprecationWarning"]
+
 
 class Ended(NamedTuple):
     """How the ranks ended that ran checks."""
@@ -93,7 +99,7 @@ def start_ranks(
     words = [str(world), str(folder), checks, str(patience)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", file, str(rank), *words],
+            [sys.executable, *WARNINGS, file, str(rank), *words],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -157,7 +163,7 @@ class Server:
         self._link, theirs = Pipe()
         program = Path(__file__).with_name("rank_server.py")
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(program), str(theirs.fileno())],
+            [sys.executable, *WARNINGS, str(program), str(theirs.fileno())],
             cwd=ROOT,
             env=_environment(settings),
             pass_fds=[theirs.fileno()],

@@ -14,8 +14,9 @@ except ImportError:
         fully_shard,
     )
 
-FSDP2_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")
-"""Whether FSDP2 runs without an accelerator (torch 2.7)."""
+FSDP2_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event") and torch.__version__ >= "2.9"
+"""Whether FSDP2 works without an accelerator: in torch 2.6 it raises, and in 2.8 it adds up the
+gradients of ranks where it should take their mean, which shows on two ranks only."""
 
 if not FSDP2_ON_THE_CPU:
     _fully_shard = fully_shard

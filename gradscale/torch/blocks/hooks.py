@@ -34,7 +34,14 @@ from gradscale.torch.blocks.edges import (
 )
 from gradscale.torch.blocks.gaps import Gap
 from gradscale.torch.blocks.meters import ENTERING, LEAVING, Meters
-from gradscale.torch.blocks.units import Unit, WeightViews, find_units, in_ddp, is_half
+from gradscale.torch.blocks.units import (
+    NO_GRAD_DTYPE,
+    Unit,
+    WeightViews,
+    find_units,
+    in_ddp,
+    is_half,
+)
 from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS
 
 _marks = itertools.count()
@@ -73,11 +80,7 @@ class BlockHooks:
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
         units = find_units(blocks)
         if not HAS_GRAD_DTYPE and any(is_half(param) for unit in units for param in unit.params()):
-            raise SettingError(
-                "BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch "
-                f"{torch.__version__} does not have. Use torch 2.10 or later, or float32 weights "
-                "with autocast."
-            )
+            raise SettingError(NO_GRAD_DTYPE)
         self.meters = Meters(len(blocks), units, self.device)
         self.weights = WeightViews(self, units)
         self._params = {id(param) for param in model.parameters() if not _is_dtensor(param)}

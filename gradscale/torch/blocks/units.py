@@ -19,10 +19,15 @@ from torch import Tensor, nn
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import lend
+from gradscale.torch.features import HAS_GRAD_DTYPE
 
 if TYPE_CHECKING:
     from gradscale.torch.blocks.hooks import BlockHooks
 
+NO_GRAD_DTYPE = (
+    f"BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch {torch.__version__} "
+    "does not have. Use torch 2.10 or later, or float32 weights with autocast."
+)
 _MOST = 2**22
 """The most numbers whose gradients are kept until all of them are there: less than a bucket of DDP
 has, which is reduced while the backward pass goes on."""
@@ -257,6 +262,8 @@ class WeightViews:
                     "BlockScales cannot scale. After fully_shard() that happens when a part of a "
                     "sharded module is called on its own. Leave the block out of blocks=."
                 )
+            if param.dtype is torch.float16 and not HAS_GRAD_DTYPE:
+                raise SettingError(NO_GRAD_DTYPE)
             if param.dtype is torch.float16 and in_ddp():
                 raise SettingError(
                     f"Block {hooks.blocks[unit.place].name!r} has float16 weights, whose gradients "

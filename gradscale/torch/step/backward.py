@@ -23,9 +23,10 @@ from gradscale.torch.step.pipeline import Pipeline
 
 def scale_all(scaler: Any, outputs: Any) -> Any:
     """`outputs`, an iterable of tensors, each scaled by `scaler.scale()`; of the same kind."""
-    if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes | Mapping):
+    # Not `str | bytes`, which torch 2.8 cannot trace.
+    if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
         scaled_items = map(scaler.scale, outputs)
-        if not isinstance(outputs, list | tuple):
+        if not isinstance(outputs, (list, tuple)):
             return scaled_items
         # A namedtuple is not made from one iterable.
         return getattr(outputs, "_make", type(outputs))(scaled_items)

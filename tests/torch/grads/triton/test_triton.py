@@ -277,17 +277,25 @@ class CompiledForm:
         self.launches.append(arguments)
 
 
-def test_a_launch_goes_by_the_hooks_of_profilers_if_there_are_any() -> None:
+def test_a_launch_goes_by_the_hooks_of_profilers_if_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     form = CompiledForm()
     launch = kernels.module("launch").launcher(form, 3)
     launch(5, "a", "b")
     assert form.launches == [(3, 1, 1, 5, 7, (8,), None, None, None, "a", "b")]
     from triton import knobs
 
-    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        hooks.add(print)
-        launch(5, "a", "b")
-        hooks.remove(print)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hooks = getattr(knobs.runtime, name)
+        with monkeypatch.context() as patch:
+            if hooks is None:  # Triton 3.4 has one function, later ones a chain of them
+                patch.setattr(knobs.runtime, name, print)
+            else:
+                hooks.add(print)
+            launch(5, "a", "b")
+        if hooks is not None:
+            hooks.remove(print)
         assert form.launches.pop() == ((3, 1, 1), 5, ("a", "b"))
 
 
