@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+import their_warnings
 
 # Read when the frameworks are first imported, so they are set before any test module is.
 # Keras' default backend is TensorFlow, which we do not install.
@@ -32,21 +33,9 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("explore")
 
 
-# What some versions warn of in their own modules; the pinned torch does not.
-THEIR_WARNINGS = [
-    "ignore:.torch.cpu.amp.autocast.args.*:FutureWarning",  # torch 2.4: checkpoint()
-    "ignore:Skipping serialization of skipfiles_inline:UserWarning",  # torch 2.6: Inductor
-    "ignore:Converting a tensor with requires_grad:UserWarning:torch.optim.lbfgs",  # torch 2.8
-    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning",  # Triton 3.4
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",  # torch 2.15: compile()
-]
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the examples of the profiles that are fixed the same in every run."""
-    installed = importlib.util.find_spec("torch") is not None
-    pinned = installed and importlib.metadata.version("torch").startswith("2.13.")
-    for line in () if pinned else THEIR_WARNINGS:
+    for line in their_warnings.lines():
         config.addinivalue_line("filterwarnings", line)
     if config.getoption("hypothesis_profile", None) in ("fixed", "mutants"):
         from hypothesis.internal.conjecture import providers

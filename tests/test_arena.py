@@ -152,6 +152,30 @@ def test_bad_loss_excuses_a_skipped_step(name: str) -> None:
     assert (summary.skipped, summary.excused, summary.wasted) == (0, 1, 1)
 
 
+@pytest.mark.parametrize("name", ["spikes", "spikes, small head"])
+def test_spike_is_computed_again(name: str) -> None:
+    training = TRAININGS[name](Place(), 50)
+    stepper = arms.Retrying("cpu", gradscale.Headroom())
+    spike = 20 if name == "spikes" else 40
+    tries = []
+    for number in (*range(4), spike, 4):
+        for turn in training.turns(number):
+            assert torch.equal(turn.again(), turn.loss)
+            assert arms.advance(stepper, turn, training.clip_norm).applied
+            tries.append(1 + len(stepper.outcome.earlier))
+    assert tries[:4] == [1] * 4
+    assert 2 <= tries[4] <= 3
+    assert tries[5] == 1
+
+
+def test_arms_for_spikes_are_for_trainings_with_spikes() -> None:
+    every = arms.fixed_arms()
+    found = {kind.name for kind in TRAININGS.values() if every[arms.RETRIES].suits(kind)}
+    assert found == {"spikes", "spikes, small head"}
+    assert not every[arms.BLOCKS].suits(Spikes)
+    assert all(every["Headroom"].suits(kind) for kind in TRAININGS.values())
+
+
 @pytest.mark.parametrize("name", ["GAN", "half weights", "deep plain net"])
 def test_outcome_says_what_the_arena_sees(name: str) -> None:
     training = TRAININGS[name](Place(), 6)

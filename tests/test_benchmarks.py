@@ -24,6 +24,7 @@ import drop_in  # noqa: E402
 import end_to_end  # noqa: E402
 import host  # noqa: E402
 import modes  # noqa: E402
+import spikes  # noqa: E402
 import step  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -41,6 +42,7 @@ def load(path: Path) -> ModuleType:
 
 
 ranks = load(FOLDER / "ranks.py")
+blocks = load(FOLDER / "blocks.py")
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +55,28 @@ def one_thread() -> Iterator[None]:
 
 
 def test_scripts_are_all_known_here() -> None:
-    known = (calls, drop_in, end_to_end, host, modes, ranks, step)
+    known = (blocks, calls, drop_in, end_to_end, host, modes, ranks, spikes, step)
     assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {each.__file__ for each in known}
+
+
+def test_blocks_are_timed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = blocks.Shape(8, 2, 4, 4, 8)
+    blocks.cost("small", shape, "cpu", rounds=1)
+    blocks.learn(shape, "cpu", seeds=1, steps=12)
+    out = capsys.readouterr().out
+    assert "ms with BlockScales, ratio" in out
+    assert "blocks 0." in out
+    assert out.count("0 dead after 10 updates") >= 2  # float32 and blocks
+
+
+def test_spikes_are_recomputed_or_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    spikes.main(["--tiny", "--turns", "1", "--iterations", "50"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"| {name}" for name in spikes.NAMES]
+    skipped, recomputed = [int(row[3]) for row in rows], [row[4] for row in rows]
+    assert (skipped[0], skipped[2], skipped[3]) == (0, 0, 0)
+    assert skipped[1] > 0
+    assert recomputed == ["0.0%", "0.0%", "0.0%", "2.0%"]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def _arms(kind: type[Training], seed: int, options: argparse.Namespace) -> Itera
         yield from (arm for arm in every if _wanted(arm.name, options.arms))
         return
     for arm in arms.fixed_arms().values():
-        if _wanted(arm.name, options.arms) and (kind.sequential or not arm.only_sequential):
+        if _wanted(arm.name, options.arms) and arm.suits(kind):
             yield arm
     if not _wanted(SEARCH, options.arms):
         return

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 import gradscale
 from arena import measure
 from arena.training import Training, Turn
-from gradscale.torch import GradScaler
+from gradscale.torch import GradScaler, StepOutcome
+from gradscale.torch.mixed_precision.recomputation import Recomputation
 
 BLOCKS = "float16, blocks"
+RETRIES, SKIPPING = "Headroom, retries", "Headroom, spikes skipped"
 STATIC_SCALES = (*range(-10, 39, 4), 40)
 """The logarithms to the base 2 of the scales that the search tries."""
 STARTS = (0, 8, 16, 24, 32, 40)
@@ -91,6 +93,28 @@ class Ours:
         self.outcome = self.scaler.apply(optimizer, clip_norm=clip_norm)
 
 
+class Retrying(Ours):
+    """The same, with batches computed again that overflow, as `MixedPrecision(retries=2)` does."""
+
+    def __init__(self, device: str, policy: Any) -> None:
+        super().__init__(device, policy)
+        self.recomputation = Recomputation(self.scaler, retries=2)
+        self.again: Callable[[], Tensor] | None = None
+
+    def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        tries = 0
+
+        def attempt() -> StepOutcome:
+            nonlocal tries
+            if tries and self.again is not None:
+                self.scaler.backward(self.again())
+            tries += 1
+            return self.scaler.apply(optimizer, clip_norm=clip_norm)
+
+        retries = 0 if self.again is None else None
+        self.outcome = self.recomputation.run(attempt, lambda: None, retries)
+
+
 class Blocks(Ours):
     """torch's rule for the loss, and a scale of its own for every block of the model.
 
@@ -113,6 +137,13 @@ class Arm(NamedTuple):
     dtype: torch.dtype
     make: Callable[[Training], Stepper]
     only_sequential: bool = False
+    only_spiky: bool = False
+
+    def suits(self, training: type[Training]) -> bool:
+        """Whether it says anything of that kind of training."""
+        return (training.sequential or not self.only_sequential) and (
+            training.spiky or not self.only_spiky
+        )
 
 
 def advance(stepper: Stepper, turn: Turn, clip_norm: float | None, first: int = 0) -> measure.Step:
@@ -121,6 +152,8 @@ def advance(stepper: Stepper, turn: Turn, clip_norm: float | None, first: int = 
     `first` is the place of the optimizer's first tensor among all of the training.
     """
     before, scale = measure.steps_taken(turn.optimizer), stepper.scale()
+    if isinstance(stepper, Retrying):
+        stepper.again = turn.again
     stepper.backward(turn.loss)
     seen = measure.look(measure.gradients(turn.optimizer), first)
     stepper.apply(turn.optimizer, clip_norm)
@@ -143,6 +176,11 @@ def fixed_arms() -> dict[str, Arm]:
             print(f"{name} is left out: gradscale does not have it", flush=True)
         else:
             arms.append(_ours(name, policy))
+    for name, make in (
+        (RETRIES, lambda t: Retrying(t.place.device, gradscale.Headroom())),
+        (SKIPPING, lambda t: Ours(t.place.device, gradscale.Headroom(spikes="skip"))),
+    ):
+        arms.append(Arm(name, torch.float16, make, only_spiky=True))
     blocks = _blocks()
     if blocks is None:
         print(f"{BLOCKS} is left out: gradscale has no BlockScales", flush=True)

@@ -116,6 +116,46 @@ class TinyLoss(DeepPlain):
         return right.mean().item() / 2
 
 
+class SmallHead(TinyLoss):
+    """The same questions; one batch in 50 weighs 2**12 times as much, and the second loss 2**-26.
+
+    Room for such a batch takes the gradients of the second head, whose loss is the metric. A third
+    of the answers to the first question are random, so that its gradients stay large; and all are
+    clipped far below, as AdamW would else remember a spike for a thousand steps.
+    """
+
+    name = "spikes, small head"
+    metric = "loss"
+    higher_is_better = False
+    noise = 0.02
+    clip_norm = 0.01
+    steps = (500, 1000)
+    spiky = True
+    weight = 2.0**-26
+    every = 50
+    height = 2.0**12
+
+    def turns(self, step: int) -> Iterator[Turn]:
+        self.slow_down(step, self.optimizer)
+        images, quarters = self.batch()
+        random = torch.rand(len(images), generator=self.generator).to(images.device)
+        quarters = torch.where(random < 1 / 3, (random * 6).long(), quarters)
+        factor = self.height if step % self.every == 40 else 1.0
+
+        def loss() -> Tensor:
+            turn, ink = self.told(images)
+            small = self.weight * functional.cross_entropy(ink, self.quarter_of_ink(images))
+            return (functional.cross_entropy(turn, quarters) + small) * factor
+
+        yield Turn(loss(), self.optimizer, loss)
+
+    def validate(self) -> float:
+        images, _ = self.held_out()
+        with torch.no_grad():
+            ink = self.told(images)[1]
+            return functional.cross_entropy(ink, self.quarter_of_ink(images)).item()
+
+
 class GAN(DeepPlain):
     """Two networks that draw and judge digits; their losses are sums over the batch.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import stdev
 
 from arena import measure, plots
-from arena.arms import BLOCKS, STATIC_SCALES, static_name
+from arena.arms import BLOCKS, RETRIES, SKIPPING, STATIC_SCALES, static_name
 from arena.rows import Row, mean, of_arm
 from arena.trainings import TRAININGS
 
@@ -16,8 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 BEGIN, END = "<!-- arena: begin -->", "<!-- arena: end -->"
 TORCHS, HEADROOM = "torch's GradScaler", "Headroom"
 ARMS = (
-    "float32", "bfloat16", "float16, no scale", TORCHS, "Dynamic", HEADROOM, "LogMax",
-    "Histogram", BLOCKS,
+    "float32", "bfloat16", "float16, no scale", TORCHS, "Dynamic", HEADROOM, RETRIES,
+    SKIPPING, "LogMax", "Histogram", BLOCKS,
 )  # fmt: skip
 UNSCALED = ARMS[:3]
 

@@ -47,7 +47,7 @@ class Text(Training):
     def turns(self, step: int) -> Iterator[Turn]:
         self.slow_down(step, self.optimizer)
         text = data.windows(self.text().train, self.batch, self.length, self.generator)
-        yield Turn(self.loss_of(text), self.optimizer)
+        yield Turn(self.loss_of(text), self.optimizer, lambda: self.loss_of(text))
 
     def validate(self) -> float:
         generator = torch.Generator().manual_seed(1)
@@ -81,12 +81,14 @@ class Spikes(Text):
 
     name = "spikes"
     sequential = False
+    spiky = True
     every = 25
     height = 512.0
 
     def turns(self, step: int) -> Iterator[Turn]:
-        for loss, optimizer in super().turns(step):
-            yield Turn(loss * (self.height if step % self.every == 20 else 1.0), optimizer)
+        factor = self.height if step % self.every == 20 else 1.0
+        for loss, optimizer, again in super().turns(step):
+            yield Turn(loss * factor, optimizer, lambda again=again: again() * factor)
 
 
 class NaNs(Text):
@@ -103,7 +105,7 @@ class NaNs(Text):
         return range(first, min(self.num_steps, first + self.burst))
 
     def turns(self, step: int) -> Iterator[Turn]:
-        for loss, optimizer in super().turns(step):
+        for loss, optimizer, _ in super().turns(step):
             yield Turn(loss * (float("nan") if step in self.bad() else 1.0), optimizer)
 
     def calm_after(self) -> int:
@@ -116,7 +118,7 @@ def _pretrained(device: str, large: bool, seed: int) -> dict[str, Tensor]:
     num_steps = PRETRAINING[large]
     training = Text(Place(device, torch.float32, large, seed), num_steps)
     for step in range(num_steps):
-        for loss, optimizer in training.turns(step):
+        for loss, optimizer, _ in training.turns(step):
             loss.backward()
             nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
             optimizer.step()
@@ -146,7 +148,7 @@ class FineTune(Text):
         return data.program()
 
     def turns(self, step: int) -> Iterator[Turn]:
-        for loss, optimizer in super().turns(step):
+        for loss, optimizer, _ in super().turns(step):
             yield Turn(loss * self.weight, optimizer)
 
 
@@ -165,5 +167,5 @@ class LongUnroll(Text):
         self.optimizer = self.adamw(self.model.parameters(), self.lr / (4 if large else 1))
 
     def turns(self, step: int) -> Iterator[Turn]:
-        for loss, optimizer in super().turns(step):
+        for loss, optimizer, _ in super().turns(step):
             yield Turn(loss * self.length, optimizer)

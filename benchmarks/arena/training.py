@@ -9,7 +9,7 @@ AdamW's `eps` is tiny everywhere: what is measured is the format, not a threshol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import ClassVar, NamedTuple
 
@@ -35,6 +35,8 @@ class Turn(NamedTuple):
 
     loss: Tensor
     optimizer: Optimizer
+    again: Callable[[], Tensor] | None = None
+    """Computes the loss of the same batch once more, where a training has that."""
 
 
 class Training:
@@ -50,6 +52,8 @@ class Training:
     """By default, when small and when large."""
     sequential: ClassVar[bool] = False
     """Whether the model is a chain of blocks, each of which can have a scale of its own."""
+    spiky: ClassVar[bool] = False
+    """Whether single batches have far larger gradients than the others."""
     model: nn.Module
 
     def __init__(self, place: Place, num_steps: int) -> None:

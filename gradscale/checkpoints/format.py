@@ -28,6 +28,8 @@ BLOCK = "gradscale"
 TORCH_SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 """Torch's settings and their defaults."""
 TORCH_KEYS = ("scale", *TORCH_SETTINGS, "_growth_tracker")
+_NAMES = ("format", "spikes")
+"""The settings that are names."""
 _COUNTING = ("Off", "Static", "Dynamic")
 """The policies whose states are a scale and counters."""
 
@@ -166,7 +168,7 @@ def _dict(key: str, value: Any) -> Mapping[str, Any]:
 
 def _setting(key: str, value: Any) -> Any:
     """`value` as a plain number, bool or name; the policy checks which values it accepts."""
-    found = value if key == "format" and isinstance(value, str) else number(value)
+    found = value if key in _NAMES and isinstance(value, str) else number(value)
     if found is None:
         raise StateError(f"The state's {key} must be a number, got {value!r}.")
     return found

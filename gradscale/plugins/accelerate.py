@@ -39,7 +39,7 @@ OWN_SCALES = {
 
 
 def use_gradscale(
-    accelerator: Accelerator, policy: Policy | None = None, **settings: Any
+    accelerator: Accelerator, policy: Policy | str | None = None, **settings: Any
 ) -> GradScaler:
     """The scaler that `accelerator` has from here on; it is also `accelerator.scaler`.
 
@@ -50,7 +50,7 @@ def use_gradscale(
     Args:
         accelerator: Its `optimizer_step_was_skipped` **waits for the device**, as does a prepared
             scheduler, which reads it.
-        policy: The rule that moves the scale; without it torch's.
+        policy: The rule that moves the scale, or its name; without it torch's.
         settings: Those of `GradScaler`. They win over a `GradScalerKwargs` handler's.
 
     Raises:

@@ -70,7 +70,8 @@ class GradscalePrecision(Precision):
     Args:
         mode: Lightning's "16-mixed", "bf16-mixed" and "32-true", or a mode of `MixedPrecision`:
             "fp16", "bf16", "fp32", "fp16-master", "bf16-master", "fp16-pure".
-        policy: What moves the scale: `Headroom()` in float16, else `Static()` at 1.
+        policy: What moves the scale, a policy or a name such as "dynamic": `Headroom()` in float16,
+            else `Static()` at 1.
         keep_float32: Modules that stay in float32, besides norms: names with wildcards, modules,
             classes.
         settings: Those of `GradScaler` that are no torch's, such as `on_stuck`.
@@ -80,7 +81,7 @@ class GradscalePrecision(Precision):
         self,
         mode: str = "16-mixed",
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         keep_float32: Iterable[Keep] = (),
         **settings: Any,
     ) -> None:

@@ -24,7 +24,9 @@ from gradscale.policy import Policy
 from gradscale.torch import GradScaler
 
 
-def use_gradscale(trainer: Trainer, policy: Policy | None = None, **settings: Any) -> GradScaler:
+def use_gradscale(
+    trainer: Trainer, policy: Policy | str | None = None, **settings: Any
+) -> GradScaler:
     """The scaler that `trainer` has from here on; it is also `trainer.accelerator.scaler`.
 
     Call it before `trainer.train()`. With `fp16=True` the model runs in float16 on a CPU as well.
@@ -32,7 +34,7 @@ def use_gradscale(trainer: Trainer, policy: Policy | None = None, **settings: An
 
     Args:
         trainer: Where `fp16=True`, and no DeepSpeed.
-        policy: The rule that moves the scale; without it torch's.
+        policy: The rule that moves the scale, or its name; without it torch's.
         settings: Those of `GradScaler`.
 
     Raises:
@@ -59,7 +61,9 @@ class GradscaleTrainerCallback(TrainerCallback):
         settings: As for `use_gradscale()`.
     """
 
-    def __init__(self, trainer: Trainer, policy: Policy | None = None, **settings: Any) -> None:
+    def __init__(
+        self, trainer: Trainer, policy: Policy | str | None = None, **settings: Any
+    ) -> None:
         self._trainer = trainer
         self._settings = {"policy": policy, **settings}
         self._attach()

@@ -11,16 +11,25 @@ from __future__ import annotations
 from gradscale.policy.arrays import room_below, scalars
 from gradscale.policy.constant import Off, ScaleState, Static
 from gradscale.policy.dynamic import Dynamic, DynamicState, Lengthening, for_pretraining
-from gradscale.policy.headroom import Headroom, HeadroomState, for_short_runs
+from gradscale.policy.headroom import LONE, Headroom, HeadroomState, for_short_runs
 from gradscale.policy.histogram import Histogram, HistogramState
 from gradscale.policy.logmax import LogMax, LogMaxState
-from gradscale.policy.registry import POLICIES, Policy, State, as_policy, policy_or_settings
+from gradscale.policy.registry import (
+    NAMES,
+    POLICIES,
+    Policy,
+    State,
+    as_policy,
+    policy_or_settings,
+)
 from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, DefaultBound
 from gradscale.policy.stats import GradStats
 
 __all__ = [
+    "LONE",
     "MAX_SCALE",
     "MIN_SCALE",
+    "NAMES",
     "POLICIES",
     "DefaultBound",
     "Dynamic",

@@ -13,12 +13,12 @@ from gradscale.policy.arrays import log2_of, new, power_of_two, scalars, where_a
 from gradscale.policy.settings import MAX_SCALE, MIN_SCALE, call_of, check
 from gradscale.policy.stats import GradStats, demand
 
-REACH = 10
+REACH = 14
 """The most binades above the level at which a single step counts towards the peak."""
-WIDEST = 12
+WIDEST = 15
 """The most binades that unpredicted overflows can add to the margin."""
-RECENT = 64
-"""Finite steps after which an unpredicted overflow is no longer a repetition of the last one."""
+LONE = 16
+"""Finite steps that earn one overflow which counts as a lone spike."""
 LONG = 16
 """How many times `pause` a raise by a single binade has to wait."""
 CURABLE = 2
@@ -26,6 +26,7 @@ CURABLE = 2
 BLIND = 24
 """Binades by which the scale is raised if every gradient is zero: float16 flushes what is below
 2**-25, so after the raise everything is below 1/2."""
+SPIKES = ("fit", "skip")
 _LAST = 2**31 - 2
 
 
@@ -49,13 +50,16 @@ class HeadroomState(NamedTuple):
     seen: Any
     """1 after the first finite step with a gradient that is not zero, else 0 (int32)."""
     bad_steps: Any
-    """Steps that were not finite since the last finite one with a nonzero gradient (int32)."""
+    """Steps that were not finite since the last finite one with a nonzero gradient, without lone
+    spikes; -1 right after one (int32)."""
     calm: Any
-    """Finite steps since `spread` last changed (int32)."""
+    """Finite steps since the last that was not, or was above crest and `spread` (int32)."""
     patience: Any
-    """Finite steps in which the last binade of `spread` decays (int32)."""
+    """Such steps after which nothing is left of `spread` (int32)."""
     rest: Any
     """Steps since the scale was last raised (int32)."""
+    credit: Any
+    """Finite steps, up to four times `LONE`, less `LONE` for every lone spike (int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +68,8 @@ class Headroom:
 
     Every finite step gives the exponent of the largest unscaled gradient. The *level* is the median
     of the last three, which a single spike does not move. The *peak* is the highest recent exponent
-    and the *crest* the highest recent level; both decay by one binade in `memory` steps. The scale
-    is set so that
+    and the *crest* the highest recent level; both decay by one binade in `memory` steps, and the
+    crest rises by at most one binade a step. The scale is set so that
 
         max(crest + spread, peak) + log2(scale) == exponent of the ceiling - margin
 
@@ -73,13 +77,15 @@ class Headroom:
     at most once in 16 times as many if by one; never above what recent gradients leave room for.
 
     A step that is not finite although its gradients should have fitted means that something else
-    overflows, such as the gradient of an activation, or that there was a spike: `spread` becomes
-    two binades more than the scale had to spare; six, and at least twice what it was, if it changed
-    within the last 64 finite steps. The last binade of `spread` decays in `forget` finite steps,
-    the one before it in half as many and so on; these times double at every further such step. If
-    the bad steps go on, the scale falls by 8, 16, 16, ... binades. If there are more than two, or
-    if the gradients after them are large enough to explain the overflow, `spread` becomes what it
-    was before.
+    overflows, such as the gradient of an activation, or that there was a spike: `spread` is doubled
+    and becomes two more, and at least two more than the scale had to spare. After n finite steps
+    that were not above crest and spread, it is at most `forget` / n; `forget` counts double after
+    every such overflow but the first. If the bad steps go on, the scale falls by 8, 16, 16, ...
+    binades. If there are more than two, or if the gradients after them are large enough to explain
+    the overflow, `spread` becomes what it was before.
+
+    With `spikes="skip"` an overflow after a finite step is a lone spike: it moves nothing. At most
+    one in 16 steps on average counts as such, and at most four within a few steps.
 
     A step with `loss_finite` or `fits` false changes nothing. Before the first finite step, the
     first bad step lowers the scale to at most 1 and each further one by 14 binades; gradients that
@@ -88,30 +94,37 @@ class Headroom:
 
     >>> policy = Headroom(init_scale=2.0**16)
     >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
-    137438953472.0
+    68719476736.0
     >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
     1.0
     """
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax", "exponent")
-    """Fields of `GradStats` that `update` needs besides the flags."""
+    """Fields of `GradStats` that `update` takes besides the flags; `exponent` may be None."""
+    added: ClassVar[tuple[str, ...]] = ("credit",)
+    """Fields of the state that older checkpoints do not have: they begin as in `init`."""
     init_scale: float = 2.0**8
     """Low enough for almost any model; the first finite step raises it as far as there is room."""
-    margin: int = 1
+    margin: int = 2
     """Binades between the largest gradient and the ceiling."""
     memory: int = 64
     """Steps in which the peak decays by one binade."""
-    forget: int = 500
-    """Finite steps in which the last binade of `spread` decays, the first time."""
+    forget: int = 1000
+    """Finite steps after which nothing is left of `spread`, the first time."""
     pause: int = 16
     """The fewest steps between two raises of the scale."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
     """The narrowest format of the backward pass, which sets the ceiling."""
+    spikes: str = "fit"
+    """What a lone step with far larger gradients costs: "fit" leaves room for the next one, "skip"
+    leaves the scale as it is, so that the next one is skipped as well."""
 
     def __post_init__(self) -> None:
+        if self.spikes not in SPIKES:
+            raise SettingError(f"spikes must be one of {', '.join(SPIKES)}, got {self.spikes!r}.")
         check(self, ("margin", "memory", "forget", "pause"))
         for name, most in (("margin", 100), ("memory", 2**20), ("pause", 2**20)):
             if getattr(self, name) > most:
@@ -122,20 +135,21 @@ class Headroom:
         # A tensor for each: an engine that updates a state in place must not change other fields.
         zeros = [new(xp, like, 0) for _ in HeadroomState._fields[1:]]
         state = HeadroomState(new(xp, like, self.init_scale), *zeros)
-        early, pause = max(self.forget // 8, 1), self.pause
-        return state._replace(patience=new(xp, like, early), rest=new(xp, like, pause))
+        begin = {"patience": max(self.forget // 8, 1), "rest": self.pause, "credit": 4 * LONE}
+        return state._replace(**{name: new(xp, like, value) for name, value in begin.items()})
 
     def update(self, state: HeadroomState, stats: GradStats, xp: Any = scalars) -> HeadroomState:
-        """The state after a step with these `stats`, which must have `amax` and `exponent`."""
+        """The state after a step with these `stats`, which must have `amax`."""
         if xp is scalars and stats.finite and stats.loss_finite and stats.fits:
-            shown = stats.exponent is not None and stats.amax is not None and stats.amax > 0
+            shown = stats.amax is not None and stats.amax > 0
             if shown and state.seen > 0 >= state.bad_steps:
                 # Almost every step of a scaler on the CPU. What follows takes 30 times as long.
                 mantissa, power = math.frexp(state.scale)
                 if mantissa == 0.5:
-                    return self._after_finite(state, stats.exponent, power - 1)
+                    found = stats.exponent
+                    found = math.frexp(stats.amax)[1] if found is None else found
+                    return self._after_finite(state, found, power - 1)
         demand(stats, "amax", "Headroom")
-        demand(stats, "exponent", "Headroom")
         always = state.scale > 0
         zero = xp.full_like(state.last, 0)
 
@@ -151,7 +165,7 @@ class Headroom:
         shows = finite & nonzero
         log2_scale = log2_of(state.scale, xp, zero)
         # Clamped, so that the sums below cannot overflow; gradients stay far within.
-        exponent = zero + stats.exponent
+        exponent = zero + self._exponent(stats, state.scale, xp, zero)
         exponent = xp.maximum(xp.minimum(exponent, whole(256)), whole(-256)) - log2_scale
         room = whole(self._room)
         parts = whole(self.memory)
@@ -164,13 +178,18 @@ class Headroom:
         level = xp.maximum(low, xp.minimum(high, second))
         top = (level + whole(REACH)) * parts
 
+        # Two spikes within three steps are a level. They raise the crest by a binade each, because
+        # `spread` is room for spikes already.
+        steep = xp.minimum(level * parts, state.crest + parts)
+        raised = xp.where(fresh, level * parts, steep)
+
         def faded(known: Any, now: Any) -> Any:
             """The larger of `now` and `known`, decayed by one part of a binade."""
             kept = xp.where(some, xp.minimum(known - one, top), now)
             return xp.where(shows, xp.maximum(kept, now), known)
 
         peak = faded(state.peak, xp.minimum(exponent * parts, top))
-        crest = faded(state.crest, level * parts)
+        crest = faded(state.crest, raised)
         above, ground = (zero - (zero - each) // parts for each in (peak, crest))
 
         # Finite: the scale that is wanted, and whether to move there now.
@@ -181,9 +200,9 @@ class Headroom:
         spread = xp.where(incurable | explained, state.kept, state.spread)
         doubt = xp.minimum(xp.maximum(spare, zero) + whole(4), whole(WIDEST))
         spread = xp.where(shows & unseen, xp.where(hurt, doubt, whole(2)), spread)
-        calm = xp.minimum(state.calm, last) + one
-        forgets = xp.minimum(calm, whole(2**24)) * spread >= state.patience
-        spread = xp.where(forgets, spread - one, spread)
+        needed = shows & (exponent > ground + spread)
+        calm = xp.where(needed, one, xp.minimum(state.calm, last) + one)
+        spread = xp.minimum(spread, state.patience // calm)
         wanted = room - xp.maximum(ground + spread, above)
         rested = (state.rest >= whole(self.pause)) | hurt | unseen
         long_rested = state.rest >= whole(LONG * self.pause)
@@ -198,11 +217,8 @@ class Headroom:
 
         # Not finite: lower the scale by more at each step, and by more than seemed necessary.
         gap = room - ground - log2_scale
-        recent = state.calm < whole(RECENT)
-        again = xp.where(recent, state.spread + state.spread, zero)
-        more = xp.where(recent, whole(6), whole(2))
-        wider = xp.maximum(xp.maximum(gap, zero) + more, again)
-        wider = xp.minimum(xp.maximum(wider, state.spread), whole(WIDEST))
+        twice = state.spread + state.spread
+        wider = xp.minimum(xp.maximum(xp.maximum(gap, zero), twice) + whole(2), whole(WIDEST))
         drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(2))
         known = xp.minimum(room - xp.maximum(ground + wider, above), log2_scale - drop)
         unknown = xp.minimum(log2_scale - whole(16), zero)
@@ -220,7 +236,7 @@ class Headroom:
         scale = xp.maximum(scale, xp.full_like(scale, self.min_scale))
         scale = xp.minimum(scale, xp.full_like(scale, self.max_scale))
         rose = scale > state.scale
-        worse = xp.minimum(state.bad_steps, last) + one
+        worse = xp.minimum(xp.maximum(state.bad_steps, zero), last) + one
         after = HeadroomState(
             scale=scale,
             last=xp.where(shows, exponent, xp.where(finite, state.last, log2_scale)),
@@ -231,33 +247,51 @@ class Headroom:
             kept=xp.where(finite, spread, xp.where(hurt, state.kept, state.spread)),
             seen=xp.where(shows, one, state.seen),
             bad_steps=xp.where(finite, xp.where(shows, zero, state.bad_steps), worse),
-            calm=xp.where(finite & (spread == state.spread), calm, zero),
+            calm=xp.where(finite, calm, zero),
             patience=xp.where(finite, state.patience, longer),
             rest=xp.where(rose, zero, xp.minimum(state.rest, last) + one),
+            credit=xp.where(finite, xp.minimum(state.credit + one, whole(4 * LONE)), state.credit),
         )
         takes = always & stats.loss_finite & xp.where(finite, fits, always)
-        return where_all(takes, after, state, xp)
+        after = where_all(takes, after, state, xp)
+        if self.spikes == "fit":
+            return after
+        # A lone spike moves nothing, and a second one in a row is none.
+        lone = some & (state.bad_steps == zero) & (state.credit >= whole(LONE))
+        lone = lone & takes & xp.where(finite, state.seen < zero, always)
+        spent = state._replace(bad_steps=whole(-1), credit=state.credit - whole(LONE))
+        return where_all(lone, spent, after, xp)
 
     @cached_property
     def _room(self) -> int:
         """The exponent that the largest scaled gradient should have."""
         return format_named(self.format).ceiling - self.margin
 
+    @staticmethod
+    def _exponent(stats: GradStats, scale: Any, xp: Any, zero: Any) -> Any:
+        """The frexp exponent of `amax`; where that is 0 or not finite, it does not matter."""
+        if stats.exponent is not None:
+            return stats.exponent
+        if xp is scalars:
+            return math.frexp(stats.amax)[1] if math.isfinite(stats.amax) else 0
+        amax = xp.full_like(scale, 0.0) + stats.amax
+        return log2_of(amax, xp, zero) + xp.full_like(zero, 1)
+
     def _after_finite(self, state: HeadroomState, exponent: int, log2_scale: int) -> HeadroomState:
         """The same rule in plain numbers, for a finite step that follows another.
 
         `exponent` is that of the scaled gradients, and the scale is 2 to the power of `log2_scale`.
         """
-        parts, rest, spread = self.memory, state.rest, state.spread
+        parts, rest = self.memory, state.rest
         exponent = max(min(exponent, 256), -256) - log2_scale
         level = sorted((exponent, state.last, state.before))[1]
         top = (level + REACH) * parts
         peak = max(min(state.peak - 1, top), min(exponent * parts, top))
-        crest = max(min(state.crest - 1, top), level * parts)
-        calm = min(state.calm, _LAST) + 1
-        if min(calm, 2**24) * spread >= state.patience:
-            spread -= 1
-        wanted = self._room - max(spread - -crest // parts, -(-peak // parts))
+        crest = max(min(state.crest - 1, top), min(level * parts, state.crest + parts))
+        ground, above = -(-crest // parts), -(-peak // parts)
+        calm = 1 if exponent > ground + state.spread else min(state.calm, _LAST) + 1
+        spread = min(state.spread, state.patience // calm)
+        wanted = self._room - max(ground + spread, above)
         scale = state.scale
         rises = wanted > log2_scale and rest >= LONG * self.pause
         rises = rises or (wanted >= log2_scale + 2 and rest >= self.pause)
@@ -274,9 +308,10 @@ class Headroom:
             kept=spread,
             seen=1,
             bad_steps=0,
-            calm=calm if spread == state.spread else 0,
+            calm=calm,
             patience=state.patience,
             rest=0 if scale > state.scale else min(rest, _LAST) + 1,
+            credit=min(state.credit + 1, 4 * LONE),
         )
 
 
@@ -285,4 +320,4 @@ def for_short_runs() -> Headroom:
 
     Peaks and overflows decay sooner, so that little of a short run is spent at a low scale.
     """
-    return Headroom(memory=32, forget=100, pause=8)
+    return Headroom(memory=32, forget=200, pause=8)

@@ -21,35 +21,56 @@ POLICIES: dict[str, type[Policy]] = {
 """Every policy by the name that it has in checkpoints."""
 
 
-def as_policy(value: Any) -> Policy:
-    """`value` if it is a policy, else a SettingError with the code to write instead.
+NAMES = ("headroom", "dynamic", "static", "logmax", "histogram", "off")
+"""The names that a caller may write for a policy with its defaults."""
+STATIC = 2.0**16
+"""The scale of "static" where none is given: torch's first."""
 
-    >>> as_policy(Headroom(margin=2))
-    Headroom(margin=2)
+
+def as_policy(value: Any, **settings: Any) -> Policy:
+    """`value` if it is a policy, the one that it is the name of, with `settings`, or an error.
+
+    The SettingError says what to write instead.
+
+    >>> as_policy(Headroom(margin=3))
+    Headroom(margin=3)
+    >>> as_policy("headroom", init_scale=8.0)
+    Headroom(init_scale=8.0)
     """
     if isinstance(value, Policy):
         return value
-    shown, name = repr(value), ""
+    if isinstance(value, str) and value.lower() in NAMES:
+        kind: Any = next(each for name, each in POLICIES.items() if name.lower() == value.lower())
+        return kind(**{"init_scale": STATIC, **settings}) if kind is Static else kind(**settings)
+    shown, call = repr(value), ""
     if isinstance(value, type):
         shown = f"the class {value.__name__}"
-        name = value.__name__ if value in POLICIES.values() else ""
-    elif isinstance(value, str):
-        name = next((each for each in POLICIES if each.lower() == value.lower()), "")
-    call = f"gs.{name or 'Dynamic'}({'1024.0' if name == 'Static' else ''})"
-    others = "" if name else f" Policies are {', '.join(POLICIES)}."
+        if value in POLICIES.values():
+            call = f" Write policy={value.__name__.lower()!r}."
     raise SettingError(
-        f"policy must be a policy such as gs.Dynamic(), got {shown}. Write policy={call}.{others}"
+        f"policy must be a policy such as gs.Headroom(), or one of the names {', '.join(NAMES)}, "
+        f"got {shown}.{call}"
     )
 
 
-def policy_or_settings(policy: Any, settings: Dynamic) -> Policy:
+def policy_or_settings(policy: Any, settings: Dynamic, format: str = "float16") -> Policy:
     """`policy`, or `settings`, which holds torch's settings as a policy, if that is None.
 
-    A SettingError if `policy` is not a policy, or if settings were given as well.
+    If it is a name, settings that were given are settings of that policy, and `format` is its
+    format. A SettingError if it is no policy and no name, or if settings were given as well that
+    it does not have.
     """
     if policy is None:
         return settings
     chosen = as_policy(policy)
+    if isinstance(policy, str):
+        if isinstance(chosen, Dynamic):
+            return settings
+        own = {field.name for field in fields(chosen)}
+        more = {name: value for name, value in given(settings).items() if name != "exact"}
+        if more.keys() <= own:
+            more |= {"format": format} if "format" in own else {}
+            return as_policy(policy, **more)
     # Torch's settings may be any numbers, so `exact` is always False there.
     both = {name: value for name, value in given(settings).items() if name != "exact"}
     if not both:

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradscale.errors import SettingError
-from gradscale.policy import POLICIES, Policy
+from gradscale.policy import NAMES, POLICIES, Policy, as_policy
 from gradscale.simulate.histories import KINDS, History, made_up, recorded
 from gradscale.simulate.walk import walk
 
-HEADINGS = ("history", "policy", "skipped", "wasted", "moves", "underflow", "scale", "M/s")
+HEADINGS = ("history", "policy", "skipped", "wasted", "moves", "underflow", "scale", "below", "M/s")
 NOTES = (
     "skipped: of 1,000 steps, those that were not applied although their loss was finite. wasted: "
     "those among the first 20, or before the first applied one. moves: of the scale, in 1,000 "
     "steps. underflow: of the elements, the share below the smallest normal float16 number, for "
     "gradients whose logarithms are logistic with scale 1.2. scale: log2, the mean over all steps. "
+    "below: binades from the median scale up to the highest static one that skips as few steps. "
     "M/s: million steps of the policy in a second."
 )
 DEFAULT = ("Dynamic()", "Headroom()", "LogMax()", "Histogram()")
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     moves: float
     underflow: float
     log2_scale: float
+    below: float
     steps_per_second: float
 
 
@@ -64,6 +66,8 @@ def parse(text: str) -> Policy:
         settings = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         if None in settings:
             raise ValueError
+        if not call.args and call.func.id in NAMES:
+            return as_policy(call.func.id, **settings)
         return POLICIES[call.func.id](*map(ast.literal_eval, call.args), **settings)
     except SettingError:
         raise
@@ -89,6 +93,7 @@ def _row(name: str, history: History, text: str, policy: Policy) -> Row:
         moves=mean["moves"] / steps,
         underflow=mean["underflow"],
         log2_scale=mean["scales"],
+        below=mean["below"],
         steps_per_second=history.amax.size / taken,
     )
 
@@ -103,5 +108,6 @@ def cells(row: Row) -> list[str]:
         f"{row.moves * 1000:.1f}",
         f"{row.underflow * 100:.2f} %",
         f"{row.log2_scale:.1f}",
+        f"{row.below:.1f}",
         f"{row.steps_per_second / 1e6:.1f}",
     ]

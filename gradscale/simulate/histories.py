@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import math
 from pathlib import Path
@@ -37,22 +38,26 @@ KINDS = {
     "rising": "gradients become 20 binades larger",
     "jump": "gradients are 12 binades larger from the middle on",
     "heavy": "noise without a variance",
+    "lognormal": "normal logarithms: lognormal(deviation=1.5, drift=0.0, spikes=0.0, height=8.0)",
 }
 """The histories that can be made up."""
 
 
 def made_up(kind: str, steps: int, runs: int, seed: int = 0) -> History:
-    """A history by the name of its kind.
+    """A history by the name of its kind; that of "lognormal" may have settings.
 
     >>> made_up("steady", steps=3, runs=2).amax.shape
     (3, 2)
+    >>> made_up("lognormal(3.0, drift=10)", steps=3, runs=2).amax.shape
+    (3, 2)
     """
-    if kind not in KINDS:
-        raise SettingError(f"history must be a file or one of {', '.join(KINDS)}, got {kind!r}.")
+    settings = None if kind in KINDS and kind != "lognormal" else _settings(kind)
     for name, number in (("steps", steps), ("runs", runs)):
         if number < 1:
             raise SettingError(f"{name} must be >= 1, got {number}.")
     shape, rng = (steps, runs), np.random.default_rng(seed)
+    if settings is not None:
+        return _lognormal(shape, rng, *settings)
     noise = rng.standard_t(2, shape) - 2.0 if kind == "heavy" else rng.normal(-2.0, 0.7, shape)
     step = np.arange(steps, dtype=np.float64)[:, None]
     shifts: dict[str, Any] = {
@@ -67,6 +72,47 @@ def made_up(kind: str, steps: int, runs: int, seed: int = 0) -> History:
     if kind == "burst":
         loss_finite[steps // 2 : steps // 2 + 60] = False
     return History(noise + shifts.get(kind, 0.0), above, loss_finite)
+
+
+def _settings(kind: str) -> list[float]:
+    """Deviation, drift, spikes and height of a "lognormal" history; else a SettingError."""
+    names = {"deviation": 1.5, "drift": 0.0, "spikes": 0.0, "height": 8.0}
+    try:
+        call: Any = ast.parse(kind.strip(), mode="eval").body
+        call = call if isinstance(call, ast.Call) else ast.Call(call, [], [])
+        values = [ast.literal_eval(each) for each in call.args]
+        given = dict(zip(names, values, strict=False))
+        given |= {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        if (
+            call.func.id != "lognormal"
+            or len(values) > len(names)
+            or not given.keys() <= names.keys()
+        ):
+            raise ValueError
+        return [float(value) for value in (names | given).values()]
+    except (SyntaxError, ValueError, AttributeError, TypeError):
+        raise SettingError(
+            f"history must be a file or one of {', '.join(KINDS)}; lognormal may have settings, as "
+            f"in lognormal(2.0, drift=10, spikes=0.02, height=8); got {kind!r}."
+        ) from None
+
+
+def _lognormal(
+    shape: tuple[int, int],
+    rng: np.random.Generator,
+    deviation: float,
+    drift: float,
+    spikes: float,
+    height: float,
+) -> History:
+    """Logarithms with this deviation in binades, a drift over the whole history, and spikes.
+
+    `spikes` is the chance that a step is `height` binades above the others.
+    """
+    noise = rng.normal(-8.0, deviation, shape)
+    noise += height * (rng.random(shape) < spikes)
+    noise += drift * np.linspace(0.0, 1.0, shape[0])[:, None]
+    return History(noise, np.zeros(shape), np.ones(shape, dtype=bool))
 
 
 def recorded(path: Path) -> History:

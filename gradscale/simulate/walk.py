@@ -40,6 +40,8 @@ class Report(NamedTuple):
     """The scale after the last step."""
     scales: NDArray[Any]
     """log2 of the scale before every step."""
+    below: NDArray[Any]
+    """Binades between the median scale and the highest static one that skips no more steps."""
 
 
 def walk(
@@ -89,7 +91,16 @@ def walk(
         underflow=share,
         scale=np.exp2(last),
         scales=log2,
+        below=_static(reach, skipped.sum(axis=0), ceiling) - np.median(log2, axis=0),
     )
+
+
+def _static(reach: NDArray[Any], skips: NDArray[Any], ceiling: int) -> NDArray[Any]:
+    """log2 of the highest power of two that overflows in at most `skips` steps of each run."""
+    falling = np.sort(reach, axis=0)[::-1]
+    highest = falling[np.minimum(skips, len(falling) - 1), np.arange(falling.shape[1])]
+    best: NDArray[Any] = np.ceil(ceiling - highest) - 1
+    return best
 
 
 def above(amax: NDArray[Any], edge: float) -> NDArray[Any]:

@@ -41,9 +41,11 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
     first = policy.init()
     if isinstance(policy, Off):
         return first
-    if strict and set(first._fields) != set(fields):
-        odd = ", ".join(sorted(set(first._fields) ^ set(fields)))
-        raise StateError(f"The state has not the fields of {type(policy).__name__}: check {odd}.")
+    odd = set(first._fields) ^ set(fields)
+    older = set(getattr(policy, "added", ())) - set(fields)
+    if strict and odd - older:
+        names = ", ".join(sorted(odd))
+        raise StateError(f"The state has not the fields of {type(policy).__name__}: check {names}.")
     known = {name: value for name, value in fields.items() if name in first._fields}
     for name, value in known.items():
         if isinstance(getattr(first, name), int) and not isinstance(value, int):

@@ -75,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: Where it will be used. The state really goes to the device of the first loss.
         enabled: False makes every method hand through what it gets.
-        policy: The rule that moves the scale, instead of torch's four settings.
+        policy: The rule that moves the scale, or its name ("headroom"), not torch's four settings.
         min_scale: The floor of the scale.
         max_scale: The ceiling of the scale.
         hysteresis: On which consecutive overflow the scale falls.
@@ -99,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
         hysteresis: int = 1,
@@ -123,7 +123,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         self._device = device
         self._enabled = enabled
-        self._state = ScaleState(policy_or_settings(policy, rule), format_of(policy, format))
+        moves = policy_or_settings(policy, rule, format)
+        self._state = ScaleState(moves, format_of(moves, format))
         self._pipeline = Pipeline(
             self._state,
             Consensus(groups, on_drift),

@@ -243,16 +243,22 @@ class ScaleState:
     def lower(self, used: float) -> bool:
         """Whether the scale is below the one that was `used`, in a step that overflowed.
 
-        A policy with hysteresis gets this overflow until it lowers the scale.
+        A policy that waits, for more of them or because of `spikes`, gets this overflow until it
+        lowers the scale.
         """
-        for _ in range(getattr(self.policy, "hysteresis", 1) - 1):
+        skips = getattr(self.policy, "spikes", None) == "skip"
+        for _ in range(1 if skips else getattr(self.policy, "hysteresis", 1) - 1):
             if float(self.live.scale) < used:
                 break
-            flags: Any = (False, True)
-            if not self.on_host:
-                flags = tuple(torch.full_like(self.live.scale, f, dtype=torch.bool) for f in flags)
-            self.advance(GradStats(finite=flags[0], fits=flags[1]))
+            self.overflow()
         return float(self.live.scale) < used
+
+    def overflow(self) -> None:
+        """Moves the scale as an overflow does."""
+        flags: Any = (False, True)
+        if not self.on_host:
+            flags = tuple(torch.full_like(self.live.scale, f, dtype=torch.bool) for f in flags)
+        self.advance(GradStats(finite=flags[0], fits=flags[1]))
 
     # Reading and setting.
 

@@ -21,6 +21,7 @@ from gradscale.policy import (
     Dynamic,
     DynamicState,
     GradStats,
+    Headroom,
 )
 from gradscale.torch import GradScaler
 
@@ -162,6 +163,22 @@ def test_checkpoint_of_lengthening_is_one_of_dynamic(given: dict[str, float], ab
     )
     assert scaler.policy == wanted
     assert read(scaler.state_dict()).settings == saved.settings
+
+
+def test_checkpoint_of_headroom_without_later_fields_is_read() -> None:
+    # Written before lone spikes could be skipped.
+    scaler = GradScaler("cpu", policy=Headroom(margin=1, forget=500))
+    old = scaler.state_dict()
+    block = old[BLOCK]
+    del block["settings"]["spikes"], block["state"]["credit"]
+    block["state"] |= {"spread": 3, "calm": 40, "patience": 1000}
+    other = GradScaler("cpu")
+    other.load_state_dict(old)
+    assert other.policy == scaler.policy
+    assert other.state_dict()[BLOCK]["state"] == block["state"] | {"credit": 64}
+    del block["state"]["calm"]
+    with pytest.raises(StateError, match="fields of Headroom: check calm, credit"):
+        other.load_state_dict(old)
 
 
 @pytest.mark.parametrize(

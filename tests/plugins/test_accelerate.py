@@ -296,6 +296,15 @@ def test_settings_of_accelerates_handler_hold() -> None:
     )
     with pytest.raises(SettingError, match="Give either policy or torch's settings"):
         scaler_of(policy=gs.Headroom())
+    assert isinstance(scaler_of(policy="dynamic").policy, gs.Dynamic)
+
+
+def test_policy_can_be_a_name() -> None:
+    scaler = use_gradscale(Accelerator(cpu=True, mixed_precision="bf16"), policy="headroom")
+    assert scaler.policy == gs.Headroom(format="bfloat16")
+    reset()
+    with pytest.raises(SettingError, match=r"one of the names headroom, .*got 'best'"):
+        use_gradscale(Accelerator(cpu=True), policy="best")
 
 
 def test_bfloat16_is_the_format_where_accelerate_uses_it() -> None:

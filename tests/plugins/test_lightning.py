@@ -260,6 +260,12 @@ def test_checkpoint_of_lightnings_own_plugin_gives_the_scale() -> None:
     assert isinstance(plugin.scaler.policy, gs.Headroom)
 
 
+def test_policy_can_be_a_name() -> None:
+    assert GradscalePrecision(policy="dynamic").scaler.policy == gs.Dynamic()
+    plugin = GradscalePrecision("bf16-mixed", policy="headroom")
+    assert plugin.scaler.policy == gs.Headroom(format="bfloat16")
+
+
 # One model in several runs.
 
 

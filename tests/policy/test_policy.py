@@ -182,8 +182,9 @@ def test_conformance_covers_every_policy_and_no_default_value() -> None:
     for policy in POLICIES.values():
         for field in dataclasses.fields(policy):
             chosen = getattr(policy, field.name) != field.default
-            assert chosen or field.name in ("exact", "slow_growth_above")
+            assert chosen or field.name in ("exact", "slow_growth_above", "spikes")
     assert any(isinstance(p, rules.Dynamic) and not p.is_plain for p in POLICIES.values())
+    assert any(isinstance(p, rules.Headroom) and p.spikes == "skip" for p in POLICIES.values())
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name[0] not in "OS"])

@@ -83,8 +83,6 @@ def test_repr_shows_only_what_was_given(policy: Policy, shown: str) -> None:
 
 # What a caller gives as a policy.
 
-ANY = "Policies are Off, Static, Dynamic, Headroom, LogMax, Histogram."
-
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_policy_is_taken_as_it_is(policy: Policy) -> None:
@@ -92,23 +90,45 @@ def test_policy_is_taken_as_it_is(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("headroom", rules.Headroom()),
+        ("Headroom", rules.Headroom()),
+        ("dynamic", Dynamic()),
+        ("static", Static(2.0**16)),
+        ("logmax", rules.LogMax()),
+        ("histogram", rules.Histogram()),
+        ("off", rules.Off()),
+    ],
+)
+def test_name_is_the_policy_with_its_defaults(name: str, policy: Policy) -> None:
+    assert as_policy(name) == policy
+
+
+def test_every_policy_has_a_name() -> None:
+    assert set(rules.NAMES) == {name.lower() for name in rules.POLICIES}
+
+
+@pytest.mark.parametrize(
     ("value", "got", "remedy"),
     [
-        ("dynamic", "'dynamic'", "gs.Dynamic()."),
-        ("Headroom", "'Headroom'", "gs.Headroom()."),
-        ("static", "'static'", "gs.Static(1024.0)."),
-        ("none", "'none'", f"gs.Dynamic(). {ANY}"),
-        (rules.Headroom, "the class Headroom", "gs.Headroom()."),
-        (Static, "the class Static", "gs.Static(1024.0)."),
-        (int, "the class int", f"gs.Dynamic(). {ANY}"),
-        (1024.0, "1024.0", f"gs.Dynamic(). {ANY}"),
-        (None, "None", f"gs.Dynamic(). {ANY}"),
+        ("none", "'none'", ""),
+        ("", "''", ""),
+        ("Headroom()", "'Headroom()'", ""),
+        (rules.Headroom, "the class Headroom", " Write policy='headroom'."),
+        (Static, "the class Static", " Write policy='static'."),
+        (int, "the class int", ""),
+        (1024.0, "1024.0", ""),
+        (None, "None", ""),
     ],
 )
 def test_what_is_no_policy_is_refused_with_what_to_write(value: Any, got: str, remedy: str) -> None:
     with pytest.raises(SettingError) as error:
         as_policy(value)
-    wanted = f"policy must be a policy such as gs.Dynamic(), got {got}. Write policy={remedy}"
+    wanted = (
+        "policy must be a policy such as gs.Headroom(), or one of the names headroom, dynamic, "
+        f"static, logmax, histogram, off, got {got}.{remedy}"
+    )
     assert str(error.value) == wanted
 
 
@@ -116,18 +136,29 @@ def test_policy_comes_before_settings_that_nobody_gave() -> None:
     unset, policy = Dynamic(exact=False), rules.Headroom()
     assert policy_or_settings(policy, unset) is policy
     assert policy_or_settings(None, unset) is unset
-    with pytest.raises(SettingError, match="got 'dynamic'"):
-        policy_or_settings("dynamic", unset)
+    with pytest.raises(SettingError, match="got 'none'"):
+        policy_or_settings("none", unset)
+
+
+def test_settings_beside_a_name_are_those_of_its_policy() -> None:
+    unset, low = Dynamic(exact=False), Dynamic(init_scale=8.0, min_scale=2.0, exact=False)
+    assert policy_or_settings("headroom", unset) == rules.Headroom()
+    assert policy_or_settings("headroom", low) == rules.Headroom(init_scale=8.0, min_scale=2.0)
+    assert policy_or_settings("static", Dynamic(init_scale=8.0, exact=False)) == Static(8.0)
+    assert policy_or_settings("dynamic", low) is low
+    assert policy_or_settings("logmax", unset, "bfloat16") == rules.LogMax(format="bfloat16")
+    with pytest.raises(SettingError, match="Headroom has no growth_interval"):
+        policy_or_settings("headroom", Dynamic(growth_interval=9, exact=False))
 
 
 @pytest.mark.parametrize(
     ("policy", "settings", "said"),
     [
         (
-            rules.Headroom(margin=2),
+            rules.Headroom(margin=3),
             {"init_scale": 3.0},
-            "policy=Headroom(margin=2) and init_scale=3.0. "
-            "Write policy=gs.Headroom(margin=2, init_scale=3.0).",
+            "policy=Headroom(margin=3) and init_scale=3.0. "
+            "Write policy=gs.Headroom(margin=3, init_scale=3.0).",
         ),
         (
             rules.Headroom(),

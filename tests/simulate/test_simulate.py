@@ -79,6 +79,66 @@ def test_settled_is_the_first_step_from_which_on_the_scale_is_good() -> None:
     assert walk(rising, history(sizes)).settled.tolist() == [20]
 
 
+def test_below_counts_binades_up_to_a_static_scale_that_skips_as_few() -> None:
+    # 2**17 fits the first four, 2**14 all: with one skipped step the best is 2**17.
+    sizes = [-1.5] * 4 + [1.5]
+    for scale, below in ((2.0**14, 0.0), (2.0**12, 2.0), (2.0**17, 0.0), (2.0**16, 1.0)):
+        report = walk(gs.Static(init_scale=scale), history(sizes))
+        assert report.skipped.tolist() == [scale > 2.0**14]
+        assert report.below.tolist() == [below]
+
+
+def test_lognormal_history_has_what_its_settings_say() -> None:
+    amax = made_up("lognormal(2.0, drift=10, spikes=0.1, height=30)", 2000, 20).amax
+    spikes = amax > 12
+    # Five deviations of a mean of 40,000 samples, and of a share.
+    assert abs(spikes.mean() - 0.1) < 5 * math.sqrt(0.09 / amax.size)
+    usual = np.where(spikes, amax - 30, amax)
+    assert abs(usual.mean() - (-8 + 5)) < 5 * 2.0 / math.sqrt(amax.size)
+    assert abs((usual - np.linspace(0, 10, 2000)[:, None]).std() - 2.0) < 0.05
+    assert abs(made_up("lognormal", 2000, 20).amax.std() - 1.5) < 0.05
+
+
+@pytest.mark.parametrize(
+    "kind", ["lognormal(x)", "lognormal(1, 2, 3, 4, 5)", "lognormal(size=1)", "steady(2)", "1 +"]
+)
+def test_what_is_no_history_is_refused(kind: str) -> None:
+    with pytest.raises(SettingError, match="history must be a file or one of"):
+        made_up(kind, 10, 1)
+
+
+LOGNORMAL = [
+    *(f"lognormal({deviation})" for deviation in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)),
+    *(f"lognormal({deviation}, drift={drift})" for deviation in (1.0, 2.0) for drift in (-10, 10)),
+    *(f"lognormal(0.5, spikes=0.02, height={height})" for height in (4, 8, 12)),
+    "lognormal(1.5, spikes=0.02, height=8)",
+    "lognormal(0.5, spikes=0.002, height=8)",
+]
+
+
+@pytest.mark.parametrize(
+    ("histories", "runs"),
+    [
+        (["lognormal(1.5)", "lognormal(3.0)", "lognormal(0.5, spikes=0.02, height=8)"], 60),
+        pytest.param(LOGNORMAL, 300, marks=pytest.mark.soak),  # the table of docs/policies.md
+    ],
+)
+def test_headroom_skips_one_step_in_a_thousand_near_the_best_static_scale(
+    histories: list[str], runs: int
+) -> None:
+    rows = compare(histories, ["Headroom()"], 4000, runs, 0)
+    assert all(row.skipped * 1000 <= 1 for row in rows), rows
+    assert all(row.below <= 3 for row in rows), rows
+
+
+def test_neither_a_high_scale_nor_a_margin_of_five_does_so() -> None:
+    high, wide = compare(
+        ["lognormal(1.0)"], ["Static(2097152.0)", "Headroom(margin=5)"], 2000, 20, 0
+    )
+    assert high.skipped * 1000 > 1
+    assert wide.below > 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_histories_come_again_with_their_seed(kind: str) -> None:
     assert all(map(np.array_equal, made_up(kind, 90, 3, seed=1), made_up(kind, 90, 3, seed=1)))

@@ -83,6 +83,88 @@ class Two(nn.Module):
         return self.line(x).sin() + other[1], x * other[0]
 
 
+class Damped(nn.Module):
+    """A layer without normalisation, through which gradients lose two binades."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(num_inputs, num_outputs)
+        nn.init.orthogonal_(self.line.weight, 1.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.line(x))
+        return y * 0.25 + (y * 0.75).detach()
+
+
+class Pool(nn.Module):
+    """A module without weights that turns positions into one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "mean":
+            return x.mean(1)
+        if self.kind == "sum":
+            return x.sum(1) / x.shape[1]
+        if self.kind == "stride":
+            return nn.functional.avg_pool1d(x.transpose(1, 2), 8, 8).mean(2)
+        if self.kind == "reshape":
+            return x.reshape(len(x), 4, -1, x.shape[-1]).mean((1, 2))
+        return (x[:, ::2] + x[:, 1::2]).mean(1)  # "add"
+
+
+class Pooled(nn.Module):
+    """Plain blocks in a list, pooling among them, and a first layer that is a narrow code.
+
+    Its gradients span about 50 binades. `between` says whether the pooling is a module of the list
+    or a call between two blocks; a `wide` stream is float32 between the blocks.
+    """
+
+    def __init__(
+        self,
+        kind: str = "mean",
+        *,
+        between: bool = False,
+        wide: bool = False,
+        depth: int = 24,
+        below: int = 6,
+        num_features: int = 32,
+    ) -> None:
+        super().__init__()
+        width, code = 16, 3
+        layers: list[nn.Module] = [Damped(num_features, code), Damped(code, width)]
+        layers += [Damped(width, width) for _ in range(depth - 2)]
+        self.pool = Pool(kind)
+        if not between:
+            layers.insert(below, Pool(kind))
+        self.below = below if between else None
+        self.wide = wide
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            if place == self.below:
+                x = self.pool(x)
+            x = block(x)
+            x = x.float() if self.wide else x
+        return self.head(x)
+
+
+def positions(seed: int, num: int, num_positions: int = 32) -> tuple[Tensor, Tensor]:
+    """Sequences of noise that all lean towards one of four directions, and which one it is."""
+    generator = torch.Generator().manual_seed(seed)
+    ways = torch.randn(2, 32, generator=torch.Generator().manual_seed(7))
+    ways = ways / ways.norm(dim=1, keepdim=True)
+    labels = torch.randint(4, (num,), generator=generator)
+    signs = torch.stack([labels % 2, labels // 2], 1) * 2.0 - 1
+    noise = torch.randn(num, num_positions, 32, generator=generator)
+    lean = (signs @ ways)[:, None] * torch.rand(num, 1, 1, generator=generator)
+    return noise + lean, labels
+
+
 def plain() -> nn.Module:
     return nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 

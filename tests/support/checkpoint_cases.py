@@ -34,7 +34,7 @@ DYNAMIC = Dynamic(
     exact=False,
 )
 BOUNDS = {"init_scale": 4.0, "min_scale": 2.0, "max_scale": 64.0, "format": "bfloat16"}
-HEADROOM = Headroom(**BOUNDS, margin=3, memory=5, forget=6, pause=7)
+HEADROOM = Headroom(**BOUNDS, margin=3, memory=5, forget=6, pause=7, spikes="skip")
 LOGMAX = LogMax(**BOUNDS, decay=0.5, slow_decay=0.75, deviations=2.0)
 HISTOGRAM = Histogram(**BOUNDS, threshold=0.25, interval=3)
 # A policy without a default value, and a state that is not its first: one line for each.
@@ -42,7 +42,7 @@ EXAMPLES: dict[str, tuple[Policy, State]] = {
     "Off": (Off(), ScaleState(1.0)),
     "Static": (Static(init_scale=1000.1, exact=False), ScaleState(2.5)),
     "Dynamic": (DYNAMIC, DynamicState(scale=16.5, good_steps=5, bad_steps=2)),
-    "Headroom": (HEADROOM, HeadroomState(8.0, -3, 4, -70, 5, 6, 7, 1, 2, 9, 11, 12)),
+    "Headroom": (HEADROOM, HeadroomState(8.0, -3, 4, -70, 5, 6, 7, 1, 2, 9, 11, 12, 13)),
     "LogMax": (LOGMAX, LogMaxState(8.0, -2.5, -3.25, 0.5, 0.75, 0.125)),
     "Histogram": (HISTOGRAM, HistogramState(8.0, 3)),
 }

@@ -64,8 +64,12 @@ POLICIES: dict[str, Policy] = {
         max_scale=2.0**40, format="float8_e5m2",
     ),
     "Headroom, anywhere": Headroom(
-        init_scale=2.0**-120, margin=2, memory=1, forget=1, pause=1, min_scale=BOTTOM,
+        init_scale=2.0**-120, margin=1, memory=1, forget=1, pause=1, min_scale=BOTTOM,
         max_scale=TOP, format="bfloat16",
+    ),
+    "Headroom, skipping spikes": Headroom(
+        init_scale=2.0**9, margin=3, memory=5, forget=9, pause=2, min_scale=2.0**-9,
+        max_scale=2.0**40, format="float8_e5m2", spikes="skip",
     ),
     "LogMax": LogMax(
         init_scale=2.0**9, decay=0.9, slow_decay=0.95, deviations=2.0, min_scale=2.0**-9,

@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 
+import their_warnings
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120
 """Seconds that a rank waits for another before it raises."""
@@ -136,6 +138,7 @@ def be_a_rank(checks: Mapping[str, Any]) -> None:
 
 def join(store: Path, rank: int, world: int, patience: int) -> None:
     """Makes this process one of the ranks that meet in the file `store`."""
+    their_warnings.ignore()
     dist.init_process_group(
         os.environ.get("RANKS_BACKEND", "gloo"),
         init_method=f"file://{store}",

@@ -464,9 +464,12 @@ def test_an_iteration_of_a_thread_that_died_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GradScaler("cpu", policy="dynamic"), r"policy must be .*Dynamic"),
+        (
+            lambda: GradScaler("cpu", policy="dynamical"),
+            r"policy must be .*names headroom, dynamic",
+        ),
         (lambda: GradScaler("cpu", policy=gs.Headroom), r"Headroom\(\)"),
-        (lambda: _precision(policy="dynamic"), r"policy must be .*Dynamic"),
+        (lambda: _precision(policy="dynamical"), r"policy must be .*names headroom, dynamic"),
         (lambda: _precision(policy=gs.Headroom), r"Headroom\(\)"),
         (lambda: _precision(init_scale=4.0), r"Headroom\(init_scale=4\.0\)"),
         (lambda: GradScaler("cpu", min_scale=8.0, max_scale=4.0), r"min_scale.*8\.0.*4\.0"),

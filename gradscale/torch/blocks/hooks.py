@@ -1,4 +1,7 @@
-"""The hooks that put a border around every block of a model while it runs.
+"""The hooks that put borders around the blocks of a model while it runs.
+
+Where two neighbours have the same scale there is no border between them, unless gradients are
+measured there. And where all scales are 1 there are none at all.
 
 Borders lie around what FSDP2 does to inputs and outputs; weights are replaced inside of that, where
 they are gathered and their gradients are not reduced yet.
@@ -7,7 +10,7 @@ they are gathered and their gradients are not reduced yet.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,17 +20,24 @@ from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
-from gradscale.torch.blocks.edges import OUTSIDE, cross, lend
-from gradscale.torch.blocks.rule import ENTERING, LEAVING, WEIGHTS
+from gradscale.torch.blocks.edges import (
+    OUTSIDE,
+    Clock,
+    Factor,
+    Live,
+    enter,
+    enter_now,
+    is_one,
+    is_untouched,
+    leave,
+    leave_now,
+)
+from gradscale.torch.blocks.gaps import Gap
+from gradscale.torch.blocks.meters import ENTERING, LEAVING, Meters
+from gradscale.torch.blocks.units import Unit, WeightViews, find_units, in_ddp, is_half
 from gradscale.torch.features import HAS_GRAD_DTYPE, TRACES_REPLACED_WEIGHTS
 
 _marks = itertools.count()
-_NO_GRAD_DTYPE = (
-    f"BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch {torch.__version__} "
-    "does not have. Use torch 2.10 or later, or float32 weights with autocast."
-)
-_EARLY = 16
-"""The first updates, in which gradients are measured every time."""
 
 
 class BlockHooks:
@@ -36,207 +46,277 @@ class BlockHooks:
     Args:
         model: Whose blocks they are.
         blocks: The blocks, in order.
-        every: Measure in every so many updates.
         ended: Called with what the model returned, after every forward pass that was not compiled.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: list[Block], every: int, ended: Callable[[Any], None]
-    ) -> None:
-        if not HAS_GRAD_DTYPE and any(map(_is_half, _params_of(blocks))):
-            raise SettingError(_NO_GRAD_DTYPE)
-        self._model, self.blocks, self._every, self._ended = model, blocks, every, ended
+    def __init__(self, model: nn.Module, blocks: list[Block], ended: Callable[[Any], None]) -> None:
+        self._model, self.blocks, self._ended = model, blocks, ended
         self.mark = next(_marks)
-        self._num_updates = 0
-        self.made: list[tuple[Tensor, Any, Tensor, int]] = []
+        self.clock = Clock()
+        self.measures = True
+        """Whether the passes up to the next update measure; compiled ones always do."""
+        self.captured = False
+        """Whether a CUDA graph may use the scales: then the host does not know them."""
+        self.exponents = [0] * len(blocks)
+        """As the host knows them."""
+        self.reasons: dict[int, str] = {}
+        """Why the scale of a block is taken out of the gradients of its inputs, by place."""
+        self._made: list[tuple[Tensor, Any, Tensor, int]] = []
         """What the last block returned: behind its border, the `grad_fn` of that (None while
         compiling), the tensor before the border, and the place of the block."""
-        self._own: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
-        """The weights that were replaced, of modules whose forward pass is running."""
-        self._widened: list[Tensor] = []
+        self._given: list[tuple[int, Tensor, int]] = []
+        """Inputs without a border: the place of the block, the tensor and its version."""
+        self._used: set[Any] = set()
+        """The operations of all gaps of this forward pass."""
         self.device = _device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
-        self.amax = torch.zeros(3, len(blocks), device=self.device)
-        self.meters = [[_meter(place) for place in row.unbind()] for row in self.amax.unbind()]
-        self._handles = list(self._hook())
+        units = find_units(blocks)
+        if not HAS_GRAD_DTYPE and any(is_half(param) for unit in units for param in unit.params()):
+            raise SettingError(
+                "BlockScales of float16 weights need torch.Tensor.grad_dtype, which torch "
+                f"{torch.__version__} does not have. Use torch 2.10 or later, or float32 weights "
+                "with autocast."
+            )
+        self.meters = Meters(len(blocks), units, self.device)
+        self.weights = WeightViews(self, units)
+        self._params = {id(param) for param in model.parameters() if not _is_dtensor(param)}
+        self.refresh()
+        self._handles = list(self._hook(units))
 
-    def _hook(self) -> Iterator[Any]:
+    def refresh(self) -> None:
+        """Has the next passes use `measures`, `captured` and `exponents` as they are now."""
+        self.clock.time += 1
+        self.live = Live(self.clock, self.clock.time)
+        self.idle = not (self.measures or self.captured or any(self.exponents))
+        """Whether there is nothing to scale and nothing to measure."""
+        self._out = [
+            (self.factor(OUTSIDE, place), self._meter(ENTERING, place), (self.mark, OUTSIDE, place))
+            for place in range(len(self.blocks))
+        ]
+
+    def _hook(self, units: Sequence[Unit]) -> Iterator[Any]:
         """Registers the hooks; yields their handles."""
+        yield self._model.register_forward_pre_hook(self._begin)
         for place, block in enumerate(self.blocks):
-            enter, leave = partial(self._enter, place), partial(self._leave, place)
-            yield block.modules[0].register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            units = (pair for module in block.modules for pair in _units(module).items())
-            for unit, owners in units:
-                yield unit.register_forward_pre_hook(partial(self._lend, place, type(unit), owners))
-                # torch.compile of torch 2.11 loses count of hooks that were put before others.
-                before = bool(unit._forward_hooks)
-                yield unit.register_forward_hook(self._take_back, prepend=before, always_call=True)
-                self._widen(owner._parameters[name] for owner, name in owners)
-            yield block.modules[-1].register_forward_hook(leave)
+            own = [unit for unit in units if unit.place == place]
+            first, last = block.modules[0], block.modules[-1]
+            alone = len(own) == 1 and own[0].module is first is last and not own[0].gathers
+            # One hook instead of two, if nobody comes in between.
+            unit = (
+                own[0] if alone and not (first._forward_pre_hooks or first._forward_hooks) else None
+            )
+            arrive, depart = partial(self._enter, place, unit), partial(self._leave, place, unit)
+            yield first.register_forward_pre_hook(arrive, prepend=True, with_kwargs=True)
+            if unit is None:
+                for each in own:
+                    yield from self.weights.hook(each)
+            yield last.register_forward_hook(depart, always_call=unit is not None)
         yield self._model.register_forward_hook(self._end)
 
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """Begins a forward pass of the model: a forward pre-hook."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self.forget()
+        self._notice_capture()
+        self.weights.prepare()
+
+    def _notice_capture(self) -> None:
+        """The scales belong to the device once that a CUDA graph uses them."""
+        if self.captured or self.device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self.captured = True
+            self.weights.forget()
+            self.refresh()
+
     def _enter(
-        self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        place: int,
+        unit: Unit | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of a block, behind its border: a forward pre-hook."""
         if not torch.is_grad_enabled():
             return None
-        if not TRACES_REPLACED_WEIGHTS and torch.compiler.is_compiling():
-            from gradscale.torch.blocks import refusal  # loads Dynamo, which is there by now
+        if torch.compiler.is_compiling():
+            if not TRACES_REPLACED_WEIGHTS:
+                from gradscale.torch.blocks import refusal  # loads Dynamo, which is there by now
 
-            refusal.refuse_graph()
-        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # 0.1 ms less
-            return (self._arrive(place, args[0]),), kwargs
-        return tree_map_only(Tensor, partial(self._arrive, place), (args, kwargs))
+                refusal.refuse_graph()
+            arrive = partial(self._arrive_compiled, place)
+        elif self.idle:
+            return None
+        else:
+            arrive = partial(self._arrive, place)
+        inside: Any
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # 0.1 ms less
+            inside = (arrive(args[0]),), kwargs
+        else:
+            inside = tree_map_only(Tensor, arrive, (args, kwargs))
+        if unit is not None:
+            self.weights.replace(unit, module, args)
+        return inside
 
     def _arrive(self, place: int, x: Tensor) -> Tensor:
         """`x` inside of the block at `place`."""
         if not x.requires_grad:
             return x
+        for seen, node, made, maker in self._made:
+            if seen is x and x.grad_fn is node and is_untouched(x):
+                return self._arrive_from(place, maker, made)
         if x.device != self.device:
             raise CallOrderError(
                 f"The model was on {self.device} when BlockScales was made, and block "
                 f"{self.blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
                 "one for each device."
             )
-        shut, leaving = self._shut[place], self._meter(LEAVING, place)
-        for seen, node, made, maker in self.made:
-            if seen is x and _is_untouched(x, node):
-                route, entering = (self.mark, place, maker), self._meter(ENTERING, maker)
-                return cross(made, self._opened[maker], shut, entering, leaving, route)
-        return cross(x, None, shut, None, leaving, (self.mark, place, OUTSIDE))
+        factor = self.factor(place, OUTSIDE)
+        if is_one(factor) and not self.measures:
+            return x
+        gap = self._gap(place, x)
+        leaves = () if gap is None else gap.leaves
+        factors = [] if gap is None else [self.factor(place, n.route[2]) for n in gap.blocks]
+        live = Live(self.clock, self.clock.time, x, gap, factors)
+        route = (self.mark, place, OUTSIDE)
+        return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
 
-    def _leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output of a block, behind its border: a forward hook."""
-        if not torch.is_grad_enabled():
+    def _arrive_from(self, place: int, maker: int, made: Tensor) -> Tensor:
+        """`made`, which the block at `maker` has made, inside of the block at `place`."""
+        if not (self.measures or self.captured):
+            if self.exponents[place] == self.exponents[maker]:
+                self._given.append((place, made, made._version))
+                return made
+        else:
+            self.reasons.pop(place, None)
+        leaving, entering = self._meter(LEAVING, place), self._meter(ENTERING, maker)
+        factor, route = self.factor(place, maker), (self.mark, place, maker)
+        return enter_now(made, factor, leaving, entering, route, self.live)
+
+    def _arrive_compiled(self, place: int, x: Tensor) -> Tensor:
+        """`x` inside of the block at `place`, in a compiled function, where graphs have no gaps."""
+        if not x.requires_grad:
+            return x
+        leaving, shut = self.meters.borders_of[LEAVING][place], self._shut[place]
+        for seen, _, made, maker in self._made:
+            if seen is x:
+                entering, factor = (
+                    self.meters.borders_of[ENTERING][maker],
+                    self._opened[maker] * shut,
+                )
+                return enter(made, factor, leaving, entering, (self.mark, place, maker), None)
+        return enter(x, shut, leaving, None, (self.mark, place, OUTSIDE), None)
+
+    def _gap(self, place: int, x: Tensor) -> Gap | None:
+        """What lies between `x` and the blocks that it comes from; None if it cannot be used."""
+        if x.grad_fn is None or (place in self.reasons and not self.measures):
             return None
-        self.made = []
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint, whose graph is thrown away
+            return None
+        gap = Gap()
+        reason = gap.find(x, self.mark, self._params, self._used, self.measures)
+        half = [leaf for leaf in gap.leaves if is_half(leaf)]
+        if half and (not HAS_GRAD_DTYPE or in_ddp()):
+            reason = "a weight there is float16"
+        if not reason and not is_untouched(x):
+            reason = "the gradient of an input is kept, or has a hook"
+        if reason:
+            self.reasons[place] = reason
+            return None
+        self.reasons.pop(place, None)
+        self.weights.widen(half)
+        return gap
+
+    def factor(self, place: int, to: int) -> Factor:
+        """What brings a gradient from the scale of one place to that of another."""
+        if self.captured:
+            if place == OUTSIDE:
+                return self._opened[to]
+            return self._shut[place] if to == OUTSIDE else self._shut[place] * self._opened[to]
+        own = 0 if place == OUTSIDE else self.exponents[place]
+        return 2.0 ** ((0 if to == OUTSIDE else self.exponents[to]) - own)
+
+    def factor_of_weights(self, place: int) -> Factor:
+        """What unscales the gradients of the weights of a block."""
+        if torch.compiler.is_compiling():
+            return self._shut[place]
+        return self.factor(place, OUTSIDE)
+
+    def _meter(self, row: int, place: int) -> Tensor | None:
+        """The meter of a block, if gradients are measured."""
+        return self.meters.borders_of[row][place] if self.measures or self.captured else None
+
+    def _leave(
+        self, place: int, unit: Unit | None, module: nn.Module, args: Any, output: Any
+    ) -> Any:
+        """The output of a block, behind its border: a forward hook."""
+        if unit is not None:
+            self.weights.take_back(module, args, output)
+        if output is None or not torch.is_grad_enabled():  # None also if the block has raised
+            return None
+        if torch.compiler.is_compiling():
+            depart = partial(self._depart_compiled, place)
+        elif self.idle:
+            return None
+        else:
+            depart = partial(self._depart, place)
+            if self._given:
+                self._refuse_writes()
+        self._made = []
         if isinstance(output, Tensor):
-            return self._depart(place, output)
-        return tree_map_only(Tensor, partial(self._depart, place), output)
+            return depart(output)
+        return tree_map_only(Tensor, depart, output)
+
+    def _refuse_writes(self) -> None:
+        """Raises if a block has written to an input that was given to it without a border."""
+        given, self._given = self._given, []
+        for place, x, version in given:
+            if x._version != version:
+                raise SettingError(
+                    f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Let "
+                    "the block begin one operation earlier, or do not write in place."
+                )
 
     def _depart(self, place: int, made: Tensor) -> Tensor:
         """`made`, which the block at `place` has computed, outside of it."""
         if not made.requires_grad:
             return made
-        route = (self.mark, OUTSIDE, place)
-        entering = self._meter(ENTERING, place)
-        seen = cross(made, self._opened[place], None, entering, None, route)
-        node = None if torch.compiler.is_compiling() else seen.grad_fn
-        self.made.append((seen, node, made, place))
+        seen = leave_now(made, *self._out[place], self.live)
+        self._made.append((seen, seen.grad_fn, made, place))
         return seen
 
-    def _lend(
-        self,
-        place: int,
-        kind: type,
-        owners: Sequence[tuple[nn.Module, str]],
-        module: nn.Module,
-        args: Any,
-    ) -> None:
-        """Replaces the weights of a module by views behind the border of the block at `place`."""
-        if not torch.is_grad_enabled():
-            return
-        if type(module) is not kind:
-            raise CallOrderError(
-                f"Block {self.blocks[place].name!r} has become a {type(module).__name__} since "
-                "BlockScales was made. Call fully_shard() first."
-            )
-        self._take_back(module, args, None)  # if an interrupt has left them
-        own = [(owner, name, owner._parameters[name]) for owner, name in owners]
-        lent = [(o, n, param) for o, n, param in own if param is not None and param.requires_grad]
-        if not lent:
-            return
-        params = [param for _, _, param in lent]
-        if not torch.compiler.is_compiling():
-            self._refuse(place, params)
-            self._widen(params)
-        route = (self.mark, place, OUTSIDE)
-        views = lend(self._shut[place], self._meter(WEIGHTS, place), route, *params)
-        self._own[module] = lent
-        for (owner, name, _), view in zip(lent, views, strict=True):
-            owner._parameters[name] = view  # type: ignore[assignment]
-
-    def _take_back(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Restores the weights of a module."""
-        for owner, name, param in self._own.pop(module, ()):
-            owner._parameters[name] = param
+    def _depart_compiled(self, place: int, made: Tensor) -> Tensor:
+        """`made` outside of the block at `place`, in a compiled function."""
+        if not made.requires_grad:
+            return made
+        entering, route = self.meters.borders_of[ENTERING][place], (self.mark, OUTSIDE, place)
+        seen = leave(made, self._opened[place], entering, route, None)
+        self._made.append((seen, None, made, place))
+        return seen
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a forward pass of the model."""
-        self.made = []
+        self._made = []
         if not torch.compiler.is_compiling():
+            self.forget()
             self._ended(output)
 
-    def end_update(self) -> bool:
-        """Ends the passes of one update; whether the largest gradients were measured in them."""
-        self.made = []
-        measured = self._is_due() or torch.compiler.is_compiling()
-        self._num_updates += 1
-        return measured
-
-    def _meter(self, row: int, place: int) -> Tensor | None:
-        """Where the largest gradient of a block goes, in an update in which it is measured."""
-        # In this order: the number would be a constant of what is compiled.
-        if torch.compiler.is_compiling() or self._is_due():
-            return self.meters[row][place]
-        return None
-
-    def _is_due(self) -> bool:
-        """Whether the update that comes next measures."""
-        return self._num_updates < _EARLY or self._num_updates % self._every == 0
-
-    def _refuse(self, place: int, params: Iterable[Tensor]) -> None:
-        """Raises if one of `params` is not whole, or may not have a gradient in float32."""
-        for param in params:
-            if type(param) is not nn.Parameter and hasattr(param, "device_mesh"):
-                raise SettingError(
-                    f"Block {self.blocks[place].name!r} has weights that are DTensors, which "
-                    "BlockScales cannot scale. After fully_shard() that happens when a part of a "
-                    "sharded module is called on its own. Leave the block out of blocks=."
-                )
-            if param.dtype is torch.float16 and not HAS_GRAD_DTYPE:
-                raise SettingError(_NO_GRAD_DTYPE)
-            in_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
-            if param.dtype is torch.float16 and in_ddp:
-                raise SettingError(
-                    f"Block {self.blocks[place].name!r} has float16 weights, whose gradients are "
-                    "float32 with BlockScales, and DDP takes float16 alone. Use float32 weights "
-                    "with autocast, or fully_shard()."
-                )
-
-    def _widen(self, params: Iterable[Any]) -> None:
-        """Sets `grad_dtype` of float16 weights to float32."""
-        for param in params:
-            if _is_half(param) and param.grad_dtype is not torch.float32:
-                param.grad_dtype = torch.float32
-                self._widened.append(param)
+    def forget(self) -> None:
+        """Forgets the tensors of a forward pass."""
+        self._made, self._given = [], []
+        self._used = set()
+        self.weights.fresh = False
 
     def remove(self) -> None:
         """Removes the hooks from the model."""
         for handle in self._handles:
             handle.remove()
-        for module in list(self._own):
-            self._take_back(module, None, None)
-        for param in self._widened:
-            param.grad = None
-            param.grad_dtype = param.dtype
-        self._handles, self._widened, self.made = [], [], []
-
-
-def _is_untouched(x: Tensor, node: Any) -> bool:
-    """Whether `x`, made by `node`, was not written to since, and has no hooks on its gradient."""
-    if torch.compiler.is_compiling():
-        return True
-    return x.grad_fn is node and not x._backward_hooks and not x.retains_grad
-
-
-def _meter(place: Tensor) -> Tensor:
-    """A number whose gradient is added up in `place`."""
-    meter = torch.zeros_like(place).requires_grad_()
-    meter.grad = place
-    return meter
+        self._handles = []
+        self.forget()
+        self.weights.remove()
 
 
 def _device_of(blocks: Sequence[Block]) -> torch.device:
@@ -252,32 +332,5 @@ def _device_of(blocks: Sequence[Block]) -> torch.device:
     return devices.pop()
 
 
-def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """The weights of `module`, as (owner, name), by the module whose forward pass gathers them.
-
-    That is `module` itself, or modules below it that FSDP2 has sharded on their own.
-    """
-    units: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    waiting = [(module, module)]
-    seen = set()
-    while waiting:
-        owner, unit = waiting.pop()
-        if owner in seen:
-            continue
-        seen.add(owner)
-        unit = owner if hasattr(owner, "_get_fsdp_state") else unit
-        names = [(owner, name) for name, param in owner._parameters.items() if param is not None]
-        if names:
-            units.setdefault(unit, []).extend(names)
-        waiting.extend((child, unit) for child in owner.children())
-    return units
-
-
-def _is_half(param: Any) -> bool:
-    """Whether `param` is a float16 weight that gets a gradient."""
-    return param is not None and param.requires_grad and param.dtype is torch.float16
-
-
-def _params_of(blocks: list[Block]) -> Iterator[nn.Parameter]:
-    """The parameters of all modules of `blocks`."""
-    return (param for block in blocks for each in block.modules for param in each.parameters())
+def _is_dtensor(param: Tensor) -> bool:
+    return hasattr(param, "device_mesh")

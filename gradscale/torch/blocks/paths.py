@@ -24,20 +24,23 @@ def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str
         SettingError: It names the block and what is wrong.
     """
     blocks = [block.name for block in hooks.blocks]
-    meters = {id(meter) for row in hooks.meters for meter in row}
-    waiting = [(out.grad_fn, OUTSIDE) for out in outputs if out.grad_fn is not None]
+    waiting: list[tuple[Any, int, int]] = [
+        (out.grad_fn, 0, OUTSIDE) for out in outputs if out.grad_fn is not None
+    ]
     seen: dict[Any, int] = {}
     while waiting:
-        node, place = waiting.pop()
+        node, nr, place = waiting.pop()
         leaf = _leaf(node)
-        if id(leaf) in meters:
+        if leaf is not None and leaf in hooks.meters:
             continue
         if leaf is not None and place != OUTSIDE:
             name = params.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}")
             _refuse_argument(blocks[place], repr(name))
+        weights = getattr(node, "mark", None) == hooks.mark
         route = getattr(node, "route", (None, OUTSIDE, OUTSIDE))
         ours = route[0] == hooks.mark
         expected = route[1] if ours else seen.get(node, place)
+        expected = node.places[nr] if weights else expected
         if place != expected:
             if place != OUTSIDE and expected == OUTSIDE:
                 _refuse_argument(blocks[place], "something that is computed outside of it")
@@ -48,11 +51,13 @@ def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str
                 "which computes that part with unscaled weights. Use use_reentrant=False, or "
                 "checkpoint whole blocks."
             )
+        if weights:  # their gradients are unscaled
+            continue
         seen[node] = place
         place = route[2] if ours else place
-        for near, _ in node.next_functions:
+        for near, which in node.next_functions:
             if near is not None and seen.get(near) != place:
-                waiting.append((near, place))
+                waiting.append((near, which, place))
 
 
 def _leaf(node: Any) -> Tensor | None:

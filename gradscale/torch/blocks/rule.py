@@ -13,14 +13,22 @@ from torch import Tensor
 
 from gradscale.errors import SettingError
 
-ENTERING, LEAVING, WEIGHTS = range(3)
-"""The rows of `amax`: gradients of a block's outputs, of its inputs and of its weights."""
+NUM_ROWS = 4
+ENTERING, LEAVING, WEIGHTS, SMALLEST = range(NUM_ROWS)
+"""The rows of `amax`: gradients of a block's outputs, of its inputs and of its weights; and of
+that input or weight whose largest gradient is the smallest."""
+VANISHED = 2.0**-126
+"""The largest of gradients that are all zero; 0 if there were no gradients."""
+TINY = 2.0**-118
+"""What is smaller has vanished: amax is a sum over backward passes."""
 MAX_EXPONENT = 60
 """Two neighbours differ by a factor that float32 holds, and so does every factor."""
 _FLOOR = -14
 """2**-14 is the smallest normal number of float16: no block falls below it because of a fault."""
 _FAULTS = 4
 """The most faults of a block that count at a time."""
+_FAINT = -8
+"""Below 2**-8, a gradient has less than 16 binades in which float16 can hold its elements."""
 _WEIGHTS = 2
 """Binades by which gradients of weights may be larger: nothing is computed from them."""
 
@@ -45,12 +53,17 @@ class BlockPolicy:
         elif leaving or weights is not finite:
             move by -drop                   # or more, or less: entering goes to 2**target at most,
             resting += rest                 # and not below 2**-14
-        elif not 2**low <= amax < 2**high:
-            move amax to 2**target          # while resting, low and target are lower by drop
+        else:
+            if not 2**low <= amax < 2**high:
+                move amax to 2**target      # while resting, low and target are lower by drop
+            if an input or a weight has no gradient above 2**-8 and the block is not resting:
+                move up until it has one, or until amax is near 2**high
 
-    A block that is in its place is left alone, so most blocks of most models keep the scale 1.
-    The numbers are binades of float16, whose largest number is just below 2**16. Several faults
-    add up: something inside of such a block is larger than what is seen at its border.
+    A block that is in its place is left alone, so most blocks of most models keep the scale 1. A
+    block that is moved gets an exponent that is a multiple of `grid`, so neighbours mostly have the
+    same scale, and nothing has to be done between them. The numbers are binades of float16, whose
+    largest number is just below 2**16. Several faults add up: something inside of such a block is
+    larger than what is seen at its border.
     """
 
     target: int = 6
@@ -58,12 +71,13 @@ class BlockPolicy:
     high: int = 12
     drop: int = 8
     rest: int = 32
+    grid: int = 6
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SettingError(f"{name} must be a whole number, got {value!r}.")
-            if name in ("drop", "rest") and value < 1:
+            if name in ("drop", "rest", "grid") and value < 1:
                 raise SettingError(f"{name} must be >= 1, got {value}.")
         if not _FLOOR <= self.low <= self.target <= self.high <= 16:
             raise SettingError(
@@ -77,9 +91,12 @@ class BlockPolicy:
         return BlockState(none, none.clone())
 
     def update(self, state: BlockState, amax: Tensor) -> BlockState:
-        """The state after gradients as large as `amax`: a row each for the three places."""
+        """The state after gradients as large as `amax`, whose rows are named above.
+
+        In the last three rows 0 is a gradient that does not exist, and VANISHED one that is zero.
+        """
         finite = torch.isfinite(amax)
-        known = finite[ENTERING] & (amax[ENTERING] > 0)
+        known = finite[ENTERING] & (amax[ENTERING] > TINY)
         fault = known & ~(finite[LEAVING] & finite[WEIGHTS])
         came = torch.frexp(amax[ENTERING]).exponent
         largest = torch.maximum(amax[ENTERING], amax[LEAVING])
@@ -89,11 +106,19 @@ class BlockPolicy:
         num_faults = (state.resting + (self.rest - 1)).div(self.rest, rounding_mode="floor")
         lower = (num_faults * self.drop).clamp(max=self.low - _FLOOR)
         outside = (found > self.high) | (found <= self.low - lower)
-        move = torch.where(outside, self.target - lower - found, 0)
+        wanted = self._on_grid(state.exponents + self.target - lower - found + self._grid // 2)
+        move = torch.where(outside, wanted - state.exponents, 0)
+        smallest = torch.frexp(amax[SMALLEST]).exponent
+        faint = (amax[SMALLEST] > 0) & finite[SMALLEST] & (state.resting == 0)
+        faint &= smallest + move < _FAINT
+        wanted = self._on_grid(state.exponents + _FAINT - smallest + self._grid - 1)
+        lift = torch.minimum(wanted - state.exponents, self.high - found)
+        move = torch.where(faint, torch.maximum(move, lift), move)
         fall = torch.minimum(
             (came - self.target).clamp(min=self.drop), (came - _FLOOR).clamp(min=0)
         )
-        move = torch.where(fault, -fall, move)
+        fallen = self._on_grid(state.exponents - fall) - state.exponents
+        move = torch.where(fault & (fall > 0), fallen, torch.where(fault, 0, move))
 
         places = torch.arange(len(move), device=move.device)
         above = torch.where(known, places, len(move)).flip(0).cummin(0).values.flip(0)
@@ -101,3 +126,12 @@ class BlockPolicy:
         exponents = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
         resting = (state.resting + torch.where(fault, self.rest, -1)).clamp(0, self.rest * _FAULTS)
         return BlockState(exponents.to(torch.int32), resting.to(torch.int32))
+
+    @property
+    def _grid(self) -> int:
+        """The grid, or a narrower one on which every block has a place between low and high."""
+        return max(1, min(self.grid, 2 * min(self.target - self.low, self.high - self.target)))
+
+    def _on_grid(self, exponents: Tensor) -> Tensor:
+        """The multiples of the grid that are not above `exponents`."""
+        return exponents.div(self._grid, rounding_mode="floor") * self._grid

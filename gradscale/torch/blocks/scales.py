@@ -1,17 +1,17 @@
 """BlockScales: gradients keep a scale of their own inside of every block.
 
 Gradients that enter a block through its outputs are multiplied by its scale, those that leave it
-through its inputs and its weights are divided. That is right for any model, also where paths branch
-and meet, weights are tied and blocks are called twice: nothing is scaled outside of the blocks.
+for its weights are divided by it. Those that leave it through its inputs keep it, through whatever
+operations lie before the block, until they enter another block or arrive at a weight.
 
-Where the output of a block is the input of the next one, the two conversions are one
-multiplication, so the gradient stays scaled in between; in a deep plain net it would vanish there.
-The division happens where a weight is used, not at the weight: so DDP, FSDP2, accumulation and the
-scaler see ordinary gradients, and ranks need not agree.
+That is right for any model, also where paths branch and meet, weights are tied and blocks are
+called twice, because what a block carries to the blocks before it never meets other gradients on
+the way (gaps.py). What cannot be carried is unscaled at the border of the block.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gradscale.errors import SettingError, StateError
-from gradscale.torch.blocks import paths
+from gradscale.errors import CallOrderError, SettingError, StateError
+from gradscale.torch.blocks import paths, report
 from gradscale.torch.blocks.chains import find
 from gradscale.torch.blocks.hooks import BlockHooks
-from gradscale.torch.blocks.rule import MAX_EXPONENT, BlockPolicy, BlockState
+from gradscale.torch.blocks.rule import MAX_EXPONENT, NUM_ROWS, BlockPolicy, BlockState
+
+_EARLY = 16
+"""The first updates: they all measure, and move the scales at once."""
 
 
 class BlockScales:
@@ -38,21 +41,21 @@ class BlockScales:
             blocks.update()                          # once per step
 
     Gradients of weights come out as without it, only more exact. All scales are 1 until the first
-    `update()`. The loss scale remains: it is for what lies between the blocks and the loss.
+    `update()`. A gradient keeps the scale of a block through the operations before that block, up
+    to the blocks and weights that they come from; `report()` says where it cannot. The loss scale
+    remains: it is for what lies between the last block and the loss.
 
     Gradients of float16 weights in blocks become float32 (`grad_dtype`), because in float16 they
     would vanish as soon as the scale is divided out. Gradients of gradients (`create_graph`) are
     refused.
 
     Args:
-        model: Whose blocks they are. The first forward pass is checked, see `check()`.
+        model: Whose blocks they are. Some forward passes are checked, see `check()`.
         blocks: Modules, in the order in which they are called. Modules that always follow each
             other can be one block, as a sequence. Without it, those of the outermost
             `nn.Sequential`s and `nn.ModuleList`s.
         rule: How the scales are chosen.
         every: Measure in every so many updates, after the first 16; in compiled models, always.
-            Measuring every time costs an H200 3.3 % of an iteration of a GPT-2 small, every fourth
-            time 2.3 %.
         group: A process group whose ranks use the same scales. Only needed where the ranks compute
             one block together; ranks that share a batch (DDP, FSDP2) need not agree.
     """
@@ -63,21 +66,29 @@ class BlockScales:
         blocks: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
         *,
         rule: BlockPolicy | None = None,
-        every: int = 4,
+        every: int = 32,
         group: Any = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
         self._rule = BlockPolicy() if rule is None else rule
         self._group = group
-        self._checked = False
+        self._checked_in: int | None = None
         self._model = model
-        self._hooks = BlockHooks(model, find(model, blocks), every, self._check_once)
-        self._state = self._rule.init(len(self._hooks.blocks), self._hooks.device)
+        self._every = every
+        self._num_updates = 0
+        self._hooks = hooks = BlockHooks(model, find(model, blocks), self._check_once)
+        self._state = self._rule.init(len(hooks.blocks), hooks.device)
+        self._awaited: tuple[Tensor, Any] | None = None
+        """Exponents on their way to the host, and the event that says that they are there."""
+        self._amax = torch.zeros(NUM_ROWS, len(hooks.blocks), device=hooks.device)
+        self._weight_amax = torch.zeros_like(hooks.meters.weights)
 
     def _check_once(self, output: Any) -> None:
-        """Checks the first forward pass that has gradients."""
-        if not self._checked and torch.is_grad_enabled():
+        """Checks one forward pass with gradients of every update that measures, but early ones."""
+        if not torch.is_grad_enabled() or not self._hooks.measures:
+            return
+        if self._checked_in is None or _EARLY <= self._num_updates != self._checked_in:
             self.check(*(out for out in tree_leaves(output) if isinstance(out, Tensor)))
 
     def remove(self) -> None:
@@ -86,41 +97,154 @@ class BlockScales:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the scales by the gradients since the last update, without waiting for the device.
+        """Moves the scales by the gradients since the last update.
 
-        Call it after the step, once per iteration.
+        Call it after the step, once per iteration. The first 16 updates wait for the device. Later
+        ones do not: what they find moves the scales in the update that comes next.
         """
-        amax = self._hooks.amax
-        if not self._hooks.end_update():
-            amax.zero_()  # a compiled model measures always
-            return
+        hooks = self._hooks
+        hooks.forget()
+        if hooks.captured:
+            self._awaited = None  # the device has them
+        self._arrive()
+        measured = hooks.measures or hooks.captured
+        self._num_updates += 1
+        if measured:
+            self._read()
+            self._state_to(self._rule.update(self._state, self._amax))
+            self._send(at_once=self._num_updates <= _EARLY)
+        hooks.meters.clear()  # also if not: a compiled model measures always
+        early = self._num_updates < _EARLY
+        hooks.measures = self._awaited is None and (early or self._num_updates % self._every == 0)
+        hooks.refresh()
+        if self._num_updates == _EARLY and not hooks.captured:
+            self._warn_of_zeros()
+
+    def _read(self) -> None:
+        """Reads the meters."""
+        amax = self._hooks.meters.read()
         if self._group is not None:
             # A maximum over ranks may lose a NaN, but no infinity.
             amax.nan_to_num_(nan=float("inf"), posinf=float("inf"))
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        self._move(self._rule.update(self._state, amax))
-        amax.zero_()
+        self._amax.copy_(amax)
+        self._weight_amax.copy_(self._hooks.meters.weights)
 
-    def _move(self, state: BlockState) -> None:
+    def _state_to(self, state: BlockState) -> None:
         """Takes over `state`, in place: a CUDA graph may have captured it."""
         for kept, new in zip(self._state, state, strict=True):
             kept.copy_(new)
-        exponents = torch.stack([self._state.exponents, -self._state.exponents])
+
+    def _send(self, at_once: bool) -> None:
+        """Sends the exponents to the host; waits for them if that must be `at_once`."""
+        exponents = self._state.exponents
+        if self._hooks.captured:
+            self._move(None)
+        elif at_once or exponents.device.type != "cuda":
+            self._move(exponents.tolist())
+        else:
+            host = torch.empty_like(exponents, device="cpu", pin_memory=True)
+            host.copy_(exponents, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._awaited = host, event
+
+    def _arrive(self) -> None:
+        """Moves to the exponents that were sent, if any."""
+        if self._awaited is not None:
+            host, event = self._awaited
+            self._awaited = None
+            event.synchronize()  # recorded an iteration ago
+            self._move(host.tolist())
+            self._hooks.refresh()
+
+    @torch.no_grad()
+    def _move(self, exponents: list[int] | None) -> None:
+        """Moves to the exponents of the state, which the host knows unless they are captured."""
+        hooks = self._hooks
+        if exponents is not None:
+            if exponents == hooks.exponents:
+                return
+            hooks.exponents = exponents
+        both = torch.stack([self._state.exponents, -self._state.exponents])
         # Written as bits: a power of two must be exact, which pow() on a device need not be.
-        self._hooks.factors.copy_(((exponents + 127) * 2**23).view(torch.float32))
+        hooks.factors.copy_(((both + 127) * 2**23).view(torch.float32))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: an event cannot be copied."""
+        self._arrive()
+        return self.__dict__
+
+    def report(self) -> report.BlocksReport:
+        """What was done to the gradients of every block, as of the last update that measured.
+
+        It **waits for the device**. As text it is a table:
+
+            print(blocks.report())
+        """
+        hooks = self._hooks
+        amax = self._weight_amax.tolist()
+        weights = [
+            (name, unit.place, amax[unit.start + slot])
+            for unit in hooks.weights.units
+            for slot, name in enumerate(self._names_of(unit))
+        ]
+        exponents = list(self.exponents.values())
+        never = self._never_alive()
+        amax_rows = self._amax.tolist()
+        return report.make(self.names, exponents, amax_rows, weights, hooks.reasons, never)
+
+    def _names_of(self, unit: Any) -> list[str]:
+        """The names of the weights of a unit."""
+        modules = {module: name for name, module in self._model.named_modules()}
+        return [".".join(filter(None, (modules.get(o, "?"), n))) for o, n in unit.owners]
+
+    def _never_alive(self) -> list[str]:
+        """The weights whose gradients were measured, and were zero every time."""
+        meters = self._hooks.meters
+        dead = (meters.zeros & ~meters.alive).tolist()
+        units = self._hooks.weights.units
+        return [
+            name
+            for unit in units
+            if any(dead[unit.start : unit.start + len(unit.owners)])
+            for name, is_dead in zip(self._names_of(unit), dead[unit.start :], strict=False)
+            if is_dead
+        ]
+
+    def _warn_of_zeros(self) -> None:
+        """Warns of weights that never had a gradient."""
+        never = self._never_alive()
+        if never:
+            some = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
+            warnings.warn(
+                f"After {_EARLY} updates of BlockScales the gradients of these weights were zero "
+                f"every time: {some}. print(blocks.report()) shows where gradients vanish. If they "
+                "vanish inside of a block, make it several blocks; if between two blocks, make "
+                "what lies there part of a block; if they enter the last block as zeros, the loss "
+                "scale is too low.",
+                stacklevel=3,
+            )
 
     def check(self, *outputs: Tensor) -> None:
         """Raises if a gradient gets into or out of a block other than over its border.
 
         It walks through the graph of `outputs`, which are losses, or what the model returned. The
-        first forward pass of the model is checked by itself, unless it is compiled.
+        first forward pass of the model is checked by itself, and later one in every update that
+        measures, unless they are compiled.
 
         Raises:
             SettingError: It names the block and what to do.
+            CallOrderError: The pass did not measure, so some blocks have no borders.
         """
+        if not (self._hooks.measures or self._hooks.captured):
+            raise CallOrderError(
+                f"check() is for a pass that measures: one of the first {_EARLY} updates, or any "
+                "with every=1."
+            )
         names = {id(param): name for name, param in self._model.named_parameters()}
         paths.check(outputs, self._hooks, names)
-        self._checked = True
+        self._checked_in = self._num_updates
 
     @property
     def names(self) -> list[str]:
@@ -129,11 +253,14 @@ class BlockScales:
 
     @property
     def exponents(self) -> dict[str, int]:
-        """For every block, log2 of its scale; **waits for the device**."""
-        return dict(zip(self.names, self._state.exponents.tolist(), strict=True))
+        """For every block, log2 of its scale; may **wait for the device**."""
+        hooks = self._hooks
+        found = self._state.exponents.tolist() if hooks.captured else hooks.exponents
+        return dict(zip(self.names, found, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The scales as plain numbers, by block; **waits for the device**."""
+        self._arrive()
         rows = self._state._asdict().items()
         numbers = {k: dict(zip(self.names, v.tolist(), strict=True)) for k, v in rows}
         return {"version": 1, **numbers}
@@ -160,5 +287,8 @@ class BlockScales:
             rows.append([row[name] for name in self.names])
         with torch.no_grad():
             new = torch.tensor(rows, dtype=torch.int32, device=self._hooks.device)
-            self._move(BlockState(*new))
-            self._hooks.amax.zero_()
+            self._awaited = None
+            self._state_to(BlockState(*new))
+            self._move(None if self._hooks.captured else rows[0])
+            self._hooks.meters.clear()
+            self._hooks.refresh()

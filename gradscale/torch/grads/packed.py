@@ -54,6 +54,7 @@ SETTINGS: dict[int, tuple[Field, ...]] = {
         Field("memory", torch.int32),
         Field("forget", torch.int32),
         Field("pause", torch.int32),
+        Field("skips", torch.int32),  # 1: lone spikes are skipped
     ),
 }
 """The words of packed settings, by rule."""
@@ -125,6 +126,7 @@ def pack_settings(
             values["room"] = room_below(policy.growth_factor)
         elif isinstance(policy, Headroom):
             values["room"] = format_named(policy.format).ceiling - policy.margin
+            values["skips"] = policy.spikes == "skip"
         words = [values[f.name] if f.name in values else getattr(policy, f.name) for f in fields]
         found = _packed(fields, words, device)
         keep(found)

@@ -137,4 +137,7 @@ def masters_of(optimizer: Any, mode: Mode) -> Masters | None:
     masters = Masters(optimizer, mode.master or "float32")
     if mode.master is not None:
         optimizer.register_step_pre_hook(masters.refuse_step)
+    for name in ("train", "eval"):  # in which schedule-free optimizers move the weights
+        if callable(method := getattr(optimizer, name, None)):
+            setattr(optimizer, name, masters.moved_by(method))
     return masters

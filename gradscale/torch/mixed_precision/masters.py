@@ -227,6 +227,20 @@ class Masters:
 
         return evaluate
 
+    def moved_by(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method` of the optimizer, which moves masters, and the weights after them."""
+
+        def move_masters(*args: Any, **kwargs: Any) -> Any:
+            if self.in_place or not self.needed(self.weights()):
+                return method(*args, **kwargs)
+            self.enter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.write_back(True)
+
+        return move_masters
+
     def _members(self, params: list[Tensor]) -> Members:
         """The members of a step with the gradients of `params`; the last ones if they hold."""
         plan = self._plan

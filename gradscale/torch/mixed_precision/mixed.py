@@ -18,6 +18,7 @@ from gradscale.torch.mixed_precision.casting import Keep, device_of
 from gradscale.torch.mixed_precision.conversion import convert, masters_of, trained
 from gradscale.torch.mixed_precision.modes import mode_named, policy_for
 from gradscale.torch.mixed_precision.pretrained import Embeddings
+from gradscale.torch.mixed_precision.recomputation import Recomputation, as_retries
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.step.apply import check_limits
 from gradscale.torch.step.checks import refuse_others
@@ -62,9 +63,12 @@ class MixedPrecision:
             mode casts weights. It stays the same object.
         optimizer: The optimizer, or several; any of torch's, or ours, which take fewer passes.
         mode: One of the above.
-        policy: What moves the scale: `Headroom()` in float16, else `Static()` at 1.
+        policy: What moves the scale, a policy or a name such as "dynamic": `Headroom()` in float16,
+            else `Static()` at 1.
         keep_float32: Modules that stay in float32, besides norms: names with wildcards, modules,
             classes.
+        retries: How often `run()` computes a batch again that overflows; a lone spike then moves no
+            scale. `recomputed` is their share, at most one in 17, and four more.
         settings: Those of `GradScaler` that are no torch's, such as `on_stuck`.
     """
 
@@ -74,8 +78,9 @@ class MixedPrecision:
         optimizer: Optimizer | Iterable[Optimizer],
         mode: str = "fp16",
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         keep_float32: Iterable[Keep] = (),
+        retries: int | None = None,
         **settings: Any,
     ) -> None:
         self.mode = mode_named(mode)
@@ -88,14 +93,13 @@ class MixedPrecision:
         self._device = device_of(self.models[0]).type
         self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
         self.scaler = GradScaler(self._device, policy=policy, format=self.mode.passes, **settings)
+        self._recomputation = Recomputation(self.scaler, retries)
         self._embeddings = Embeddings(self.models)
         self._embeddings.refuse_stale(self.optimizers)
         self._masters = convert(self.models, self.optimizers, self.mode, list(keep_float32))
         self._accumulation: Accumulation | None = None
         self._followed: list[tuple[Any, dict[str, Any]]] = []
         """What `follow()` was given that can be saved, and with which settings."""
-        self.retries = 0
-        """How many times a step was computed again by `run()`."""
         self._attach()
 
     def _attach(self) -> None:
@@ -213,7 +217,7 @@ class MixedPrecision:
         self,
         closure: Callable[[], Any],
         *,
-        retries: int = 2,
+        retries: int | None = None,
         accumulate: int = 1,
         drop: str = "window",
         clip_norm: float | None = None,
@@ -226,7 +230,8 @@ class MixedPrecision:
         The same batch is computed again with the random state of torch and Python and the buffers
         of the models put back, so dropout repeats and batch norms count once. A loss that is not
         finite is not tried again: no scale can help it. `outcome.loss` is what `closure` returned,
-        `outcome.earlier` what became of the tries before; `mp.retries` counts them all.
+        `outcome.earlier` what became of the tries before; `mp.retries` counts them all, and
+        `mp.recomputed` is the share of the batches that needed any.
 
         **Waits for the device** once for every try.
 
@@ -234,14 +239,15 @@ class MixedPrecision:
             closure: Computes the loss and returns it; several micro-batches as an iterable of
                 losses, best from a generator, which are computed again all together. Runs under
                 `autocast()`. Take the batch from the data before, not within.
-            retries: How often to try again, at most.
+            retries: How often to try again, at most. None: as often as the object says, within the
+                share that it allows; twice, if it says nothing.
             accumulate: How many losses there are, if several: see `accumulate()`.
             drop: See `accumulate()`.
             clip_norm: See `step()`.
             clip_value: See `step()`.
         """
-        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-            raise SettingError(f"retries must be a whole number >= 0, got {retries!r}.")
+        if retries is not None:
+            as_retries(retries)
         check_limits(clip_norm, clip_value)
         self._refuse_other_threads()
         if any(param.grad is not None for _, param in trained(self.optimizers)):
@@ -250,21 +256,27 @@ class MixedPrecision:
                 "zero_grad() first, or let the closure return all losses of the step."
             )
         snapshot = Snapshot(self.models)
-        earlier: list[StepOutcome] = []
-        while True:
+
+        def attempt() -> StepOutcome:
             try:
                 made = self._compute(closure, accumulate, drop)
             except BaseException:
                 self.zero_grad()
                 snapshot.restore()
                 raise
-            outcome = self.step(clip_norm=clip_norm, clip_value=clip_value)
-            outcome.with_(loss=made, earlier=tuple(earlier))
-            if outcome.applied or len(earlier) == retries or not self._is_lower(outcome):
-                return outcome
-            earlier.append(outcome)
-            self.retries += 1
-            snapshot.restore()
+            return self.step(clip_norm=clip_norm, clip_value=clip_value).with_(loss=made)
+
+        return self._recomputation.run(attempt, snapshot.restore, retries)
+
+    @property
+    def retries(self) -> int:
+        """How many times a step was computed again by `run()`."""
+        return self._recomputation.tries
+
+    @property
+    def recomputed(self) -> float:
+        """The share of the batches of `run()` that were computed again."""
+        return self._recomputation.recomputed / max(self._recomputation.batches, 1)
 
     def _compute(self, closure: Callable[[], Any], passes: int, drop: str) -> Any:
         """What `closure` returned, after the backward passes of its losses."""
@@ -286,15 +298,6 @@ class MixedPrecision:
                     return losses
                 self.backward(loss)
                 losses.append(loss.detach())
-
-    def _is_lower(self, outcome: StepOutcome) -> bool:
-        """Whether the scale is lower than in `outcome`, which was skipped; lowers it if it can."""
-        overflowed = not outcome.finite or bool(outcome.dropped)
-        if not outcome.loss_finite or not overflowed:
-            return False
-        if any(not finite for finite, _ in outcome._own):
-            return True
-        return self.scaler._state.lower(float(outcome.scale))
 
     # The scaler's other calls.
 

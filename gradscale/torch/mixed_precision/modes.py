@@ -58,7 +58,7 @@ def mode_named(name: str) -> Mode:
     return mode
 
 
-def policy_for(mode: Mode, policy: Policy | None) -> Policy:
+def policy_for(mode: Mode, policy: Policy | str | None) -> Policy:
     """`policy` with the format of the mode; without one, what suits the mode."""
     if policy is None:
         policy = Headroom() if mode.passes == "float16" else Static(init_scale=1.0)

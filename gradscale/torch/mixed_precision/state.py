@@ -35,6 +35,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         "scaler": mp.scaler.state_dict(),
         "followed": [(type(each).__name__, each.state_dict()) for each, _ in mp._followed],
         "retries": mp.retries,
+        "recomputation": mp._recomputation.numbers(),
     }
 
 
@@ -67,7 +68,7 @@ def load(mp: MixedPrecision, state: Mapping[str, Any]) -> None:
         if sys.version_info >= (3, 11):  # before, errors have no notes
             error.add_note("MixedPrecision.load_state_dict(): nothing was loaded.")
         raise
-    mp.retries = state["retries"]
+    mp._recomputation.restore({"tries": state["retries"], **state.get("recomputation", {})})
 
 
 def check(mp: MixedPrecision, state: Any) -> None:

@@ -66,12 +66,14 @@ def fused_plan(optimizer: Any) -> FusedPlan | None:
 
 def as_optimizers(given: Any, caller: str) -> list[Optimizer]:
     """One optimizer or several, which `caller` was given, as a list: what has `param_groups`."""
-    alone = hasattr(given, "param_groups") or not isinstance(given, Iterable)
+    is_tensor = isinstance(given, Tensor)
+    alone = hasattr(given, "param_groups") or is_tensor or not isinstance(given, Iterable)
     several: list[Any] = [given] if alone else list(given)
     odd = [type(each).__name__ for each in several if not hasattr(each, "param_groups")]
     if odd or not several:
         what = odd[0] if odd else "none"
         hint = " Pass the optimizer of this model." if isinstance(given, torch.nn.Module) else ""
+        hint = " Pass the loss to backward() first." if is_tensor else hint
         raise SettingError(f"{caller}: optimizer must be one or more, got {what}.{hint}")
     return several
 

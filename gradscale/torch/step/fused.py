@@ -88,6 +88,8 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
     _decide(pipeline, step, tables, rows, record, copy, max_norm, groups)
     divisor, skip = (value_at(step.decision, name) for name in ("divisor", "skip"))  # type: ignore[arg-type]
     step.skip = skip
+    if pipeline.monitor.prompt and not captured:
+        pipeline.monitor.mark_on(pipeline.state.device).put()
     try:
         if plan is not None:
             plan.step(divisor, skip)

@@ -32,6 +32,7 @@ from gradscale.monitor import (
     stuck_message,
 )
 from gradscale.torch.grads.dispatch import capturing
+from gradscale.torch.grads.scale import readable
 from gradscale.torch.telemetry.followers import Followers, innermost
 from gradscale.torch.telemetry.graph_log import ROWS, GraphLog
 from gradscale.torch.telemetry.names import Names
@@ -55,6 +56,9 @@ class Monitor:
         self.log = GraphLog()
         self.slots = Slots()
         self._mark: Mark | None = None
+        self.prompt = False
+        """Whether a decision by a kernel can be read before the step that follows it is done."""
+        self._latest: Record | None = None
         self._layout: Any = None
         self._calm = False
         """Whether the last step of every optimizer was applied."""
@@ -146,6 +150,7 @@ class Monitor:
                 return
             record.send()
         self._records.append(record)
+        self._latest = record
         if self.followers.all:
             self.followers.take(record)
         mark = self._mark
@@ -157,6 +162,16 @@ class Monitor:
             mark.put()
             self._mark = None
         self.deliver()
+
+    def was_applied(self, outcome: Any) -> bool:
+        """Whether the last step, whose outcome this is, was applied.
+
+        **Waits for the device**; if `prompt`, for no more than the decision, if it can.
+        """
+        record = None if readable(outcome.applied) else self._latest
+        if record is None or not record.outcomes or record.outcomes[-1] is not self.last:
+            return bool(outcome.applied)
+        return record.read().steps[-1].applied
 
     def mark_on(self, device: Any) -> Mark:
         """The mark that follows the records that are made now."""

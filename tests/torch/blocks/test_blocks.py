@@ -28,7 +28,7 @@ from block_models import (
 )
 from gradscale.errors import CallOrderError, SettingError, StateError
 from gradscale.torch.blocks import BlockPolicy, BlockScales
-from gradscale.torch.blocks.edges import OUTSIDE, cross
+from gradscale.torch.blocks.edges import OUTSIDE, Clock, Live, enter
 from tensors import same
 
 
@@ -51,7 +51,7 @@ def test_scales_come_out_again_to_the_bit(make: Callable[[], nn.Module], passes:
     blocks = BlockScales(model)
     plant(blocks)
     assert same(gradients(model, inputs(make), passes), expected)
-    assert blocks._hooks.amax.ne(0).sum() > len(blocks.names)  # they were really in use
+    assert blocks._hooks.meters.borders.ne(0).sum() > len(blocks.names)  # they were really in use
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -77,10 +77,11 @@ def test_scales_come_out_again_in_float16() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_factor_that_float16_cannot_hold_is_exact(device: str) -> None:
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_factor_that_float16_cannot_hold_is_exact(device: str, kind: str) -> None:
     x = torch.ones(2, dtype=torch.float16, device=device, requires_grad=True)
-    factor = torch.tensor(2.0**20, device=device)
-    seen = cross(x, factor, None, None, None, (0, OUTSIDE, 0))
+    factor = 2.0**20 if kind == "number" else torch.tensor(2.0**20, device=device)
+    seen = enter(x, factor, None, None, (0, OUTSIDE, 0), Live(Clock(), 0))
     seen.backward(torch.tensor([2.0**-14, 2.0**-24], dtype=torch.float16, device=device))
     assert x.grad.tolist() == [2.0**6, 2.0**-4]
 
@@ -90,8 +91,9 @@ def test_comparison_sees_a_factor_that_is_missing() -> None:
     model = build(plain)
     blocks = BlockScales(model)
     plant(blocks)
-    with torch.no_grad():
-        blocks._hooks.factors[1, 2] *= 2
+    factor = blocks._hooks.factor
+    wrong = (2, OUTSIDE)
+    blocks._hooks.factor = lambda *way: factor(*way) * (2 if way == wrong else 1)
     assert not same(gradients(model, inputs(plain)), expected)
     assert not same([], [])
     assert not same(expected, expected[1:])
@@ -101,15 +103,16 @@ def test_gradient_stays_scaled_from_block_to_block() -> None:
     model = build(plain)
     blocks = BlockScales(model)
     plant(blocks, [30, 30, 30, 30, 30])
-    routes = set()
+    routes, weights = set(), set()
     output = model(inputs(plain))  # keeps its graph
     waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
         routes.add(getattr(node, "route", (0, -1, -1))[1:])
+        weights |= set(getattr(node, "places", ()))
         waiting += [near for near, _ in node.next_functions if near is not None]
-    weights = {(place, -1) for place in range(5)}
-    assert routes == {(-1, -1), (-1, 4), (4, 3), (3, 2), (2, 1), (1, 0)} | weights
+    assert routes == {(-1, -1), (-1, 4), (4, 3), (3, 2), (2, 1), (1, 0)}
+    assert weights == set(range(5))
 
 
 def test_weights_are_the_modules_own_outside_of_the_forward_pass() -> None:
@@ -154,7 +157,7 @@ def test_without_gradients_nothing_happens() -> None:
         out = model(inputs(plain))
     assert torch.equal(out, build(plain)(inputs(plain)))
     assert not out.requires_grad
-    assert blocks._hooks.made == []
+    assert blocks._hooks._made == []
 
 
 def test_frozen_and_unfrozen_weights_are_right() -> None:
@@ -257,13 +260,14 @@ def test_update_places_what_it_has_measured() -> None:
     model = build(plain)
     blocks = BlockScales(model)
     gradients(model, inputs(plain))
-    amax = blocks._hooks.amax.clone()
+    amax = blocks._hooks.meters.read()
     blocks.update()
     expected = BlockPolicy().update(BlockPolicy().init(5, amax.device), amax).exponents
     assert list(blocks.exponents.values()) == expected.tolist()
     assert torch.equal(blocks._hooks.factors[0], 2.0**expected)
     assert torch.equal(blocks._hooks.factors[1], 2.0**-expected)
-    assert blocks._hooks.amax.eq(0).all()
+    assert blocks._hooks.meters.borders.eq(0).all()
+    assert blocks._hooks.meters.weights.eq(0).all()
 
 
 def test_amax_is_that_of_the_gradients_in_the_block() -> None:
@@ -279,10 +283,11 @@ def test_amax_is_that_of_the_gradients_in_the_block() -> None:
     (kept[-1].square().mean() * 64).backward()
     scales = torch.tensor([8.0, 32.0, 0.25, 16.0])
     amax = torch.stack([x.grad.abs().max() for x in kept])
-    assert torch.equal(blocks._hooks.amax[0], amax[1:] * scales)
-    assert torch.equal(blocks._hooks.amax[1], amax[:-1] * scales)
+    measured = blocks._hooks.meters.read()
+    assert torch.equal(measured[0], amax[1:] * scales)
+    assert torch.equal(measured[1], amax[:-1] * scales)
     weights = [max(p.grad.abs().max() for p in block.parameters()) for block in other]
-    assert torch.equal(blocks._hooks.amax[2], torch.stack(weights) * scales)
+    assert torch.equal(measured[2], torch.stack(weights) * scales)
 
 
 def test_measures_in_every_so_many_updates() -> None:
@@ -291,7 +296,7 @@ def test_measures_in_every_so_many_updates() -> None:
     measured = []
     for _ in range(22):
         gradients(model, inputs(plain))
-        measured.append(bool(blocks._hooks.amax.any()))
+        measured.append(bool(blocks._hooks.meters.borders.any()))
         blocks.update()
     assert measured == [number < 16 or number % 3 == 0 for number in range(22)]
 

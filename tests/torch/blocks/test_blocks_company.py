@@ -137,8 +137,12 @@ def test_scales_come_out_again_compiled(make: Callable[[], nn.Module]) -> None:
     plant(blocks)
     for _ in range(3):
         assert same(gradients(model, call), expected)
-        assert blocks._hooks.amax.ne(0).sum() == 3 * len(blocks.names)
+        assert blocks._hooks.meters.read()[:3].ne(0).all()
         blocks.update()
+    exponents = blocks.exponents
+    for _ in range(16):
+        blocks.update()
+    gradients(model, call)
     assert len(graphs) == 1  # an update is no reason to compile again
     other = build(make)
     eager = BlockScales(other, every=2)
@@ -148,7 +152,7 @@ def test_scales_come_out_again_compiled(make: Callable[[], nn.Module]) -> None:
     for _ in range(3):
         gradients(other)
         eager.update()
-    assert eager.exponents == blocks.exponents
+    assert eager.exponents == exponents
 
 
 @compiles
@@ -161,7 +165,7 @@ def test_inductor_leaves_the_scales_out_too() -> None:
     plant(blocks)
     call = torch.compile(model, fullgraph=True)
     assert same(gradients(model, call), expected)
-    assert blocks._hooks.amax.ne(0).any()
+    assert blocks._hooks.meters.borders.ne(0).any()
 
 
 @compiles
@@ -179,24 +183,49 @@ def test_blocks_can_be_compiled_one_by_one(way: str) -> None:
     plant(blocks)
     for _ in range(2):
         assert same(gradients(model), expected)
-        assert blocks._hooks.amax.ne(0).all()
+        assert blocks._hooks.meters.borders.ne(0).all()
         blocks.update()
+
+
+@compiles
+def test_scales_come_out_of_a_compiled_model_with_operations_between_blocks() -> None:
+    expected = gradients(build(Ends))
+    model = build(Ends)
+    blocks = BlockScales(model)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def call(x: Tensor) -> Tensor:
+        return compiled(x)
+
+    for _ in range(2):
+        plant(blocks)
+        bound = 16 * torch.finfo(torch.float32).eps
+        pairs = zip(gradients(model, call), expected, strict=True)
+        assert all((a - b).norm() <= bound * b.norm() for a, b in pairs)
+        for _ in range(17):
+            blocks.update()
 
 
 # Checkpoints
 
 
+@pytest.mark.parametrize("measures", [True, False])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_scales_come_out_of_checkpointed_blocks(reentrant: bool) -> None:
+def test_scales_come_out_of_checkpointed_blocks(reentrant: bool, measures: bool) -> None:
     def make() -> nn.Module:
         return Checkpointed(reentrant)
 
     expected = gradients(build(make), passes=2)
     model = build(make)
     blocks = BlockScales(model)
+    if not measures:
+        for _ in range(17):
+            blocks.update()
     plant(blocks)
     assert same(gradients(model, passes=2), expected)
-    assert blocks._hooks.amax[0].ne(0).all()
+    if not measures:
+        return
+    assert blocks._hooks.meters.borders[0].ne(0).all()
     assert all(isinstance(param, nn.Parameter) for param in model.parameters())
 
 
@@ -293,7 +322,7 @@ def compare(kind: str) -> None:
     blocks = BlockScales(model)
     plant(blocks, extra=rank)  # ranks need not agree
     assert alike(whole(gradients(model, call, seed=rank, passes=2)), expected), kind
-    assert blocks._hooks.amax[0].ne(0).all(), kind
+    assert blocks._hooks.meters.borders[0].ne(0).all(), kind
     blocks.update()
     assert alike(whole(gradients(model, call, seed=rank, passes=2)), expected), kind
 
@@ -314,6 +343,53 @@ def check_half() -> None:
     compare("half")
 
 
+class Ends(nn.Module):
+    """Weights before the first block, between blocks and after the last, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.place = nn.Parameter(torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.tokens(torch.arange(4)) + x)
+        for block in self.blocks:
+            x = block(x * self.place)
+            x = x.mean(0, keepdim=True) + x
+        return x @ self.tokens.weight.T
+
+
+def ends(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A model with weights outside of blocks, and how to call it."""
+    model = build(Ends)
+    if kind == "ddp":
+        return model, nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model.first) if kind == "parts" else model.blocks:
+        fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh), model
+
+
+def check_gaps() -> None:
+    """Raises if gradients of a model with weights between blocks are wrong."""
+    rank = dist.get_rank()
+    for kind in ("ddp", "blocks", "parts"):
+        model, call = ends(kind)
+        expected = whole(gradients(model, call, seed=rank, passes=2))
+        model, call = ends(kind)
+        blocks = BlockScales(model)
+        for _ in range(2):  # with borders everywhere, and only where scales change
+            plant(blocks, extra=rank)
+            ours = whole(gradients(model, call, seed=rank, passes=2))
+            exact = zip(ours, expected, strict=True)
+            bound = 16 * torch.finfo(torch.float32).eps
+            assert all((a - b).norm() <= bound * b.norm() for a, b in exact), kind
+            for _ in range(17):
+                blocks.update()
+
+
 def check_group() -> None:
     """Raises if ranks of a group do not agree."""
     rank = dist.get_rank()
@@ -321,8 +397,8 @@ def check_group() -> None:
     blocks = BlockScales(model, group=dist.group.WORLD)
     gradients(model, call, seed=rank)
     if rank:
-        blocks._hooks.amax[:, 1] *= 2.0**20
-        blocks._hooks.amax[2, 2] = float("nan")
+        blocks._hooks.meters.borders[:, 1] *= 2.0**20
+        blocks._hooks.meters.weights[-1] = float("nan")
     blocks.update()
     numbers: list[Any] = [None, None]
     dist.all_gather_object(numbers, blocks.state_dict())
@@ -349,7 +425,7 @@ def test_float16_weights_in_ddp_are_refused(one_rank: Any) -> None:
         call(torch.ones(1, WIDTH).half())
 
 
-@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp blocks parts half group order"))
+@pytest.mark.parametrize(("check", "world"), on_ranks(2, "ddp blocks parts half gaps group order"))
 def test_two_ranks_get_the_gradients_they_get_without(
     check: str, world: int, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradscale.errors import SettingError
 from gradscale.torch.blocks import BlockPolicy
-from gradscale.torch.blocks.rule import MAX_EXPONENT, BlockState
+from gradscale.torch.blocks.rule import MAX_EXPONENT, TINY, VANISHED, BlockState
 
 
 def state_of(*exponents: int, resting: int = 0) -> BlockState:
@@ -21,7 +21,8 @@ def state_of(*exponents: int, resting: int = 0) -> BlockState:
 
 def moved(rows: list[list[float]], *exponents: int, resting: int = 0) -> list[int]:
     """The exponents after entering, leaving and weights."""
-    new = BlockPolicy().update(state_of(*exponents, resting=resting), torch.tensor(rows))
+    rows = [*rows, [0.0] * len(exponents)]  # nothing is small
+    new = BlockPolicy(grid=1).update(state_of(*exponents, resting=resting), torch.tensor(rows))
     return new.exponents.tolist()
 
 
@@ -54,8 +55,9 @@ def test_rule_places_blocks(rows: Any, before: list[int], after: list[int]) -> N
 
 
 def test_block_stays_lower_for_a_while_after_a_fault() -> None:
-    rule = BlockPolicy(rest=3)
-    fault, quiet = torch.tensor([[64.0], [inf], [1.0]]), torch.tensor([[0.01], [0.01], [0.01]])
+    rule = BlockPolicy(rest=3, grid=1)
+    fault = torch.tensor([[64.0], [inf], [1.0], [0.0]])
+    quiet = torch.tensor([[0.01], [0.01], [0.01], [0.01]])
     state = rule.update(state_of(0), fault)
     assert (state.exponents.item(), state.resting.item()) == (-8, 3)
     for resting in (2, 1, 0):
@@ -71,6 +73,101 @@ def test_resting_block_is_placed_lower() -> None:
     assert moved([[2.0**-14], [0.0], [0.0]], 0, resting=128) == [0]
 
 
+def placed(rows: list[list[float]], *exponents: int, resting: int = 0) -> list[int]:
+    """The exponents after entering, leaving, weights and the smallest, on the grid."""
+    new = BlockPolicy().update(state_of(*exponents, resting=resting), torch.tensor(rows))
+    return new.exponents.tolist()
+
+
+@pytest.mark.parametrize(
+    ("found", "before", "after"),
+    [
+        (2.0**-30, 0, 36),  # to 2**6, or up to three binades beside it
+        (2.0**-28, 0, 36),
+        (2.0**-27, 0, 30),
+        (2.0**-28, 4, 36),  # at 2**-32 without the scale
+        (2.0**13, 5, 0),
+        (2.0**15, 0, -12),
+        (0.5, 7, 12),
+        (64.0, 7, 7),  # in its place
+    ],
+)
+def test_blocks_that_move_come_to_lie_on_the_grid(found: float, before: int, after: int) -> None:
+    assert placed([[found], [0.0], [0.0], [0.0]], before) == [after]
+    amax = found * 2.0 ** (after - before)
+    assert 1 <= amax < 4096
+
+
+def test_grid_is_no_wider_than_the_room_of_the_policy() -> None:
+    rule = BlockPolicy(target=2, high=12)
+    rows = torch.tensor([[2.0**-31], [0.0], [0.0], [0.0]])
+    assert rule.update(state_of(0), rows).exponents.tolist() == [32]  # a grid of 4
+
+
+def test_block_falls_onto_the_grid() -> None:
+    assert placed([[8.0], [inf], [1.0], [1.0]], 12) == [0]
+    assert placed([[2.0**-14], [inf], [1.0], [1.0]], 7) == [6]
+    assert placed([[2.0**-15], [inf], [1.0], [1.0]], 7) == [7]  # cannot fall
+
+
+@pytest.mark.parametrize(
+    ("smallest", "before", "after", "resting"),
+    [
+        (0.0, 0, 0, 0),  # there is none
+        (2.0**-9, 0, 0, 0),
+        (2.0**-10, 0, 6, 0),
+        (2.0**-15, 0, 6, 0),  # as far as there is room: 2**6 may become 2**12
+        (2.0**-15, 1, 7, 0),
+        (VANISHED, 1, 7, 0),
+        (VANISHED, 1, 1, 1),  # it overflowed not long ago
+        (inf, 0, 0, 0),
+    ],
+)
+def test_block_in_which_gradients_vanish_rises(
+    smallest: float, before: int, after: int, resting: int
+) -> None:
+    rows = [[32.0], [32.0], [32.0], [smallest]]
+    assert placed(rows, before, resting=resting) == [after]
+
+
+def test_blocks_below_one_that_rises_follow() -> None:
+    zero, alive = VANISHED, 32.0
+    rows = [[0.0, zero, alive, alive], [0.0, zero, zero, alive], [0.0, zero, zero, alive]]
+    assert placed([*rows, [0.0, zero, zero, alive]], 30, 24, 24, 0) == [36, 30, 30, 0]
+    # Two passes without a gradient add up to no gradient.
+    rows = [[2 * zero, alive], [2 * zero, 2 * zero], [zero, zero], [zero, zero]]
+    assert placed(rows, 30, 24) == [36, 30]
+
+
+@pytest.mark.parametrize("shrink", [1, 7, 13, 20])
+@pytest.mark.parametrize("num", [3, 60])
+def test_no_block_waits_for_ever(shrink: int, num: int) -> None:
+    """Every block takes `shrink` binades from gradients, until exponents have no room left."""
+    num = min(num, 48 // shrink + 1)
+    state = BlockPolicy().init(num, torch.device("cpu"))
+    for _ in range(num + 3):
+        rows, alive = _simulate(state.exponents.tolist(), shrink)
+        state = BlockPolicy().update(state, torch.tensor(rows))
+    assert alive
+
+
+def _simulate(exponents: list[int], shrink: int) -> tuple[list[list[float]], bool]:
+    """What meters show in float16, and whether every gradient is there."""
+    columns = []
+    grad = 2.0**5
+    for exponent in reversed(exponents):
+        entering = _half(grad * 2.0**exponent)
+        leaving = _half(entering * 2.0**-shrink)
+        columns.append([entering or VANISHED, *[leaving or VANISHED] * 3])
+        grad = leaving / 2.0**exponent
+    rows = [list(row) for row in zip(*reversed(columns), strict=True)]
+    return rows, all(found > TINY for row in rows for found in row)
+
+
+def _half(x: float) -> float:
+    return torch.tensor(x).half().item()
+
+
 amaxes = st.one_of(
     st.sampled_from([0.0, inf, nan]), st.floats(2.0**-149, 2.0**127, width=32, allow_nan=False)
 )
@@ -78,7 +175,7 @@ amaxes = st.one_of(
 
 @given(st.data(), st.integers(1, 6))
 def test_rule_keeps_its_bounds(data: st.DataObject, num: int) -> None:
-    rows = data.draw(st.lists(st.lists(amaxes, min_size=num, max_size=num), min_size=3, max_size=3))
+    rows = data.draw(st.lists(st.lists(amaxes, min_size=num, max_size=num), min_size=4, max_size=4))
     bounded = st.integers(-MAX_EXPONENT, MAX_EXPONENT)
     before = data.draw(st.lists(bounded, min_size=num, max_size=num))
     amax = torch.tensor(rows)
@@ -104,6 +201,7 @@ def test_rule_keeps_its_bounds(data: st.DataObject, num: int) -> None:
         ({"high": 17}, "must rise from -14 to 16, got 0, 6, 17"),
         ({"drop": 0}, "drop must be >= 1, got 0"),
         ({"rest": 0}, "rest must be >= 1, got 0"),
+        ({"grid": 0}, "grid must be >= 1, got 0"),
     ],
 )
 def test_settings_of_the_rule_are_checked(settings: dict[str, Any], message: str) -> None:

@@ -136,6 +136,11 @@ def test_a_policy_takes_the_format_of_the_mode() -> None:
     assert advance(model, mp, 3).applied
 
 
+def test_a_policy_can_be_a_name() -> None:
+    assert built("fp16", policy="dynamic")[1].scaler.policy == gs.Dynamic()
+    assert built("bf16", policy="headroom")[1].scaler.policy == gs.Headroom(format="bfloat16")
+
+
 @every_mode
 def test_calibrating(mode: str) -> None:
     model, mp = built(mode, policy=gs.Headroom(init_scale=2.0**40))

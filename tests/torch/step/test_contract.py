@@ -50,10 +50,18 @@ def test_optimizers_are_one_or_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
-    [([], "none"), (None, "NoneType"), (torch.nn.Linear(1, 1), "Linear"), ([3.0], "float")],
+    ("given", "name", "hint"),
+    [
+        ([], "none", ""),
+        (None, "NoneType", ""),
+        (torch.nn.Linear(1, 1), "Linear", " Pass the optimizer of this model."),
+        (torch.ones(()), "Tensor", " Pass the loss to backward() first."),
+        ([3.0], "float", ""),
+    ],
 )
-def test_what_is_no_optimizer_is_refused_in_the_name_of_the_caller(given: Any, name: str) -> None:
+def test_what_is_no_optimizer_is_refused_in_the_name_of_the_caller(
+    given: Any, name: str, hint: str
+) -> None:
     model = torch.nn.Linear(1, 1)
     scaler = GradScaler("cpu")
     mp = MixedPrecision(model, SGD(model.parameters(), lr=1.0))
@@ -65,8 +73,8 @@ def test_what_is_no_optimizer_is_refused_in_the_name_of_the_caller(given: Any, n
     if given is not None:  # which means all of them there
         calls["step()"] = lambda: mp.step(given)
     for caller, call in calls.items():
-        message = f"{caller}: optimizer must be one or more, got {name}."
-        with pytest.raises(SettingError, match=f"^{re.escape(message)}( Pass the optimizer.*)?$"):
+        message = f"{caller}: optimizer must be one or more, got {name}.{hint}"
+        with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
             call()
 
 

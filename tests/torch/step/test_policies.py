@@ -176,6 +176,15 @@ def test_damaged_state_is_refused() -> None:
             scaler.load_state_dict(state)
 
 
+def test_policy_can_be_a_name() -> None:
+    assert GradScaler(HERE, policy="headroom").policy == gs.Headroom()
+    assert GradScaler(HERE, policy="static", init_scale=8.0).policy == gs.Static(8.0)
+    wide = GradScaler(HERE, policy="logmax", format="bfloat16")
+    assert (wide.policy.format, wide._state.format.name) == ("bfloat16", "bfloat16")
+    with pytest.raises(gs.SettingError, match=r"one of the names headroom, .*got 'best'"):
+        GradScaler(HERE, policy="best")
+
+
 def test_the_format_of_the_policy_is_that_of_the_scaler() -> None:
     (w, _), policy = weights(), gs.Headroom(format="bfloat16")
     for given in ({}, {"format": "bfloat16"}):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradscale.policy.headroom import BLIND, CURABLE, LONG, REACH, RECENT, WIDEST
+from gradscale.policy.headroom import BLIND, CURABLE, LONE, LONG, REACH, WIDEST
 from gradscale.torch.grads.triton.offsets import (
     DYNAMIC_SETTINGS,
     DYNAMIC_STATE,
@@ -18,7 +18,7 @@ from gradscale.torch.grads.triton.offsets import (
 )
 
 _LAST = tl.constexpr(2**31 - 2)
-_REACH, _WIDEST, _RECENT = tl.constexpr(REACH), tl.constexpr(WIDEST), tl.constexpr(RECENT)
+_REACH, _WIDEST, _LONE = tl.constexpr(REACH), tl.constexpr(WIDEST), tl.constexpr(LONE)
 _LONG, _CURABLE, _BLIND = tl.constexpr(LONG), tl.constexpr(CURABLE), tl.constexpr(BLIND)
 
 
@@ -94,11 +94,13 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     s_calm = tl.load(state_at + HEADROOM_STATE.calm)
     s_patience = tl.load(state_at + HEADROOM_STATE.patience)
     s_rest = tl.load(state_at + HEADROOM_STATE.rest)
+    s_credit = tl.load(state_at + HEADROOM_STATE.credit)
     room = tl.load(settings_at + HEADROOM_SETTINGS.room)
     margin = tl.load(settings_at + HEADROOM_SETTINGS.margin)
     parts = tl.load(settings_at + HEADROOM_SETTINGS.memory)
     forget = tl.load(settings_at + HEADROOM_SETTINGS.forget)
     pause = tl.load(settings_at + HEADROOM_SETTINGS.pause)
+    skips = tl.load(settings_at + HEADROOM_SETTINGS.skips)
     min_scale = load_float(settings_at + HEADROOM_SETTINGS.min_scale)
     max_scale = load_float(settings_at + HEADROOM_SETTINGS.max_scale)
 
@@ -118,7 +120,8 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     level = tl.maximum(low, tl.minimum(high, second))
     top = (level + _REACH) * parts
     peak = _faded(s_peak, tl.minimum(exponent * parts, top), top, some, shows)
-    crest = _faded(s_crest, level * parts, top, some, shows)
+    steep = tl.minimum(level * parts, s_crest + parts)
+    crest = _faded(s_crest, tl.where(fresh, level * parts, steep), top, some, shows)
     above = _up(peak, parts)
     ground = _up(crest, parts)
 
@@ -127,8 +130,9 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     spread = tl.where(incurable | explained, s_kept, s_spread)
     doubt = tl.minimum(tl.maximum(spare, 0) + 4, _WIDEST)
     spread = tl.where(shows & unseen, tl.where(hurt, doubt, 2), spread)
-    calm = tl.minimum(s_calm, _LAST) + 1
-    spread = tl.where(tl.minimum(calm, 16777216) * spread >= s_patience, spread - 1, spread)
+    needed = shows & (exponent > ground + spread)
+    calm = tl.where(needed, 1, tl.minimum(s_calm, _LAST) + 1)
+    spread = tl.minimum(spread, s_patience // calm)
     wanted = room - tl.maximum(ground + spread, above)
     rested = (s_rest >= pause) | hurt | unseen
     rises = (wanted >= log2_scale + 2) & rested
@@ -141,10 +145,7 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     good = tl.where(moves | blind, wanted, log2_scale)
 
     gap = room - ground - log2_scale
-    recent = s_calm < _RECENT
-    again = tl.where(recent, s_spread + s_spread, 0)
-    wider = tl.maximum(tl.maximum(gap, 0) + tl.where(recent, 6, 2), again)
-    wider = tl.minimum(tl.maximum(wider, s_spread), _WIDEST)
+    wider = tl.minimum(tl.maximum(tl.maximum(gap, 0), s_spread + s_spread) + 2, _WIDEST)
     drop = tl.where(hurt, tl.where(s_bad > 1, 16, 8), 2)
     known = tl.minimum(room - tl.maximum(ground + wider, above), log2_scale - drop)
     unknown = tl.minimum(log2_scale - 16, 0)
@@ -153,13 +154,14 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     wider = tl.where(some, wider, 0)
     longer = tl.maximum(tl.minimum(s_patience, 1048576) * 2, forget)
     longer = tl.where(some & (s_bad <= 0), longer, s_patience)
+    lone = some & (s_bad == 0) & (s_credit >= _LONE) & (skips > 0) & (finite == 0) & counts
 
     after = tl.minimum(tl.maximum(tl.where(finite, good, bad), -126), 127)
     moved = ((after + 127) << 23).to(tl.float32, bitcast=True)
     moved = tl.where(after == log2_scale, scale, moved)
     moved = tl.minimum(tl.maximum(moved, min_scale), max_scale)
     rose = moved > scale
-    takes = counts & (fits | (finite == 0))
+    takes = counts & (fits | (finite == 0)) & (lone == 0)
     after_scale = tl.where(takes, moved, scale)
     store_float(state_at + STATE.scale, after_scale)
     lasts = tl.where(shows, exponent, tl.where(finite, s_last, log2_scale))
@@ -173,11 +175,15 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     kept = tl.where(finite, spread, tl.where(hurt, s_kept, s_spread))
     tl.store(state_at + HEADROOM_STATE.kept, tl.where(takes, kept, s_kept))
     tl.store(state_at + HEADROOM_STATE.seen, tl.where(takes & shows, 1, s_seen))
-    worse = tl.minimum(s_bad, _LAST) + 1
+    worse = tl.minimum(tl.maximum(s_bad, 0), _LAST) + 1
     bads = tl.where(finite, tl.where(shows, 0, s_bad), worse)
-    tl.store(state_at + HEADROOM_STATE.bad_steps, tl.where(takes, bads, s_bad))
-    calmed = tl.where(finite & (spread == s_spread), calm, 0)
-    tl.store(state_at + HEADROOM_STATE.calm, tl.where(takes, calmed, s_calm))
+    bads = tl.where(takes, bads, tl.where(lone, -1, s_bad))
+    tl.store(state_at + HEADROOM_STATE.bad_steps, bads)
+    calm = tl.where(finite, calm, 0)
+    tl.store(state_at + HEADROOM_STATE.calm, tl.where(takes, calm, s_calm))
+    credit = tl.where(finite, tl.minimum(s_credit + 1, 4 * _LONE), s_credit)
+    credit = tl.where(takes, credit, tl.where(lone, s_credit - _LONE, s_credit))
+    tl.store(state_at + HEADROOM_STATE.credit, credit)
     longer = tl.where(finite, s_patience, longer)
     tl.store(state_at + HEADROOM_STATE.patience, tl.where(takes, longer, s_patience))
     resting = tl.where(rose, 0, tl.minimum(s_rest, _LAST) + 1)

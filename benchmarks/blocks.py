@@ -1,0 +1,232 @@
+"""What BlockScales costs and what it gives, on nets whose gradients span about 47 binades.
+
+    python benchmarks/blocks.py --device cuda            # three minutes on an H200
+    python benchmarks/blocks.py --device cpu --quick
+
+Costs: an iteration (forward, backward, step, update) with and without BlockScales, by turns in one
+process, in runs of 32 iterations so that each has one that measures. A ratio is that of the
+medians; on the CPU it is one of processor time, because the machine is shared.
+
+    pooled  blocks below the pooling run on all positions, so the device is busy
+    plain   the same without positions, so the host is
+
+Accuracy: float32, torch's GradScaler, and BlockScales with Headroom, each from the same start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import gradscale as gs
+from gradscale.torch import GradScaler
+from gradscale.torch.blocks import BlockScales
+from gradscale.torch.optim import Lion
+
+RUN = 32
+WARM_UP = 2
+"""Runs of iterations before those that are timed: scales have found their places by then."""
+NUM_FEATURES, NUM_CLASSES, CODE = 32, 4, 3
+SLOPE = 0.8
+RATE, RISE = 1e-3, 40
+"""The learning rate, and in how many steps it is reached."""
+SPAN = 47
+"""Binades from the gradients of the last block to those of the first."""
+
+
+class Shape(NamedTuple):
+    """A net and its batches."""
+
+    num_blocks: int
+    below: int
+    """How many blocks lie below the pooling."""
+    width: int
+    batch: int
+    positions: int
+
+
+class Plain(nn.Module):
+    """A layer without normalisation, through which gradients lose some binades."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, binades: float) -> None:
+        super().__init__()
+        self.line = nn.Linear(num_inputs, num_outputs)
+        nn.init.orthogonal_(self.line.weight, (2 / (1 + SLOPE**2)) ** 0.5)
+        self.kept = 2.0**-binades
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.leaky_relu(self.line(x), SLOPE)
+        return torch.lerp(y.detach(), y, self.kept)
+
+
+class Mean(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class Net(nn.Module):
+    """Plain blocks in a list, a mean among them, and a first layer that is a narrow code."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        binades = (SPAN - math.log2(shape.positions)) / shape.num_blocks
+        sizes = [NUM_FEATURES, CODE, *[shape.width] * (shape.num_blocks - 1)]
+        pairs = itertools.pairwise(sizes)
+        layers: list[nn.Module] = [Plain(first, second, binades) for first, second in pairs]
+        layers.insert(shape.below, Mean())
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(shape.width, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Data:
+    """Sequences of noise that lean towards one of four directions, and which one it is."""
+
+    def __init__(self, seed: int, shape: Shape, device: str) -> None:
+        self.shape, self.device = shape, device
+        self.generator = torch.Generator(device).manual_seed(seed)
+        ways = torch.randn(2, NUM_FEATURES, generator=torch.Generator().manual_seed(7))
+        self.ways = (ways / ways.norm(dim=1, keepdim=True)).to(device)
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """New ones."""
+        settings = {"generator": self.generator, "device": self.device}
+        labels = torch.randint(NUM_CLASSES, (size,), **settings)
+        signs = torch.stack([labels % 2, labels // 2], 1) * 2.0 - 1
+        noise = torch.randn(size, self.shape.positions, NUM_FEATURES, **settings)
+        strength = (32 / self.shape.positions) ** 0.5 * torch.rand(size, 1, 1, **settings)
+        return noise + (signs @ self.ways)[:, None] * strength, labels
+
+
+class Training:
+    """A net, its optimizer and scaler: in "float32", with "torch"'s scaler or with "blocks"."""
+
+    def __init__(self, kind: str, shape: Shape, seed: int, device: str) -> None:
+        torch.manual_seed(seed)
+        self.half, self.device = kind != "float32", device
+        self.net = Net(shape).to(device)
+        self.optimizer = Lion(self.net.parameters(), lr=RATE)
+        self.blocks = BlockScales(self.net) if kind == "blocks" else None
+        # "scaler": the same scaler as with blocks, so that blocks are the only difference in time.
+        policy = gs.Headroom() if kind in ("blocks", "scaler") else None
+        self.scaler = GradScaler(device, enabled=self.half, on_stuck="ignore", policy=policy)
+
+    def step(self, x: Tensor, labels: Tensor) -> None:
+        """One iteration."""
+        with torch.autocast(self.device, dtype=torch.float16, enabled=self.half):
+            out = self.net(x)
+        self.scaler.backward(nn.functional.cross_entropy(out.float(), labels))
+        self.scaler.apply(self.optimizer)
+        if self.blocks is not None:
+            self.blocks.update()
+
+    @torch.no_grad()
+    def accuracy(self, data: Data) -> float:
+        """On batches that it has not seen."""
+        right, num = 0, 0
+        for _ in range(16):
+            x, labels = data.batch(128)
+            with torch.autocast(self.device, dtype=torch.float16, enabled=self.half):
+                right += int((self.net(x).argmax(1) == labels).sum())
+            num += len(labels)
+        return right / num
+
+    def num_dead(self, x: Tensor, labels: Tensor) -> int:
+        """How many weights get a gradient that is all zero."""
+        with torch.autocast(self.device, dtype=torch.float16, enabled=self.half):
+            out = self.net(x)
+        self.scaler.backward(nn.functional.cross_entropy(out.float(), labels))
+        num = sum(not bool(param.grad.any()) for param in self.net.parameters())
+        self.optimizer.zero_grad()
+        return num
+
+
+def seconds(device: str) -> float:
+    """The time, or on the CPU the processor time; waits for the device."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def cost(name: str, shape: Shape, device: str, rounds: int) -> None:
+    """Prints how long an iteration takes with and without block scales."""
+    kinds = ("scaler", "blocks")
+    trainings = [Training(kind, shape, 0, device) for kind in kinds]
+    data = Data(0, shape, device)
+    batches = [data.batch(shape.batch) for _ in range(4)]
+    taken: list[list[float]] = [[] for _ in kinds]
+    for number in range(WARM_UP + rounds):
+        for training, times in zip(trainings, taken, strict=True):
+            start = seconds(device)
+            for step in range(RUN):
+                training.step(*batches[step % 4])
+            if number >= WARM_UP:
+                times.append((seconds(device) - start) / RUN * 1e3)
+    without, with_blocks = (statistics.median(times) for times in taken)
+    scales = list(trainings[1].blocks.exponents.values())  # type: ignore[union-attr]
+    changes = sum(a != b for a, b in itertools.pairwise(scales))
+    print(
+        f"{name:8} {without:8.2f} ms without, {with_blocks:8.2f} ms with BlockScales, "
+        f"ratio {with_blocks / without:.3f}; {changes} changes of scale in {len(scales)} blocks, "
+        f"exponents {max(scales)} to {min(scales)}",
+        flush=True,
+    )
+
+
+def learn(shape: Shape, device: str, seeds: int, steps: int) -> None:
+    """Prints accuracies."""
+    for seed in range(seeds):
+        line = []
+        for kind in ("float32", "torch", "blocks"):
+            training = Training(kind, shape, seed, device)
+            data = Data(100 + seed, shape, device)
+            dead = 0
+            for step in range(steps):
+                for group in training.optimizer.param_groups:
+                    group["lr"] = RATE * min(1, step / RISE) * (1 - step / steps)
+                training.step(*data.batch(shape.batch))
+                if step == 9:
+                    dead = training.num_dead(*data.batch(shape.batch))
+            accuracy = training.accuracy(Data(999, shape, device))
+            line.append(f"{kind} {accuracy:.4f} ({dead} dead after 10 updates)")
+        print(f"seed {seed}: " + ", ".join(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="small sizes, for the CPU")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, {options.blocks} blocks", flush=True)
+    below = options.blocks // 4
+    pooled = Shape(options.blocks, below, 64, 32, 2048)
+    if options.quick:
+        pooled = Shape(options.blocks, below, 16, 64, 32)
+    cost("pooled", pooled, options.device, options.rounds)
+    cost("plain", pooled._replace(positions=1, batch=256), options.device, options.rounds)
+    learn(pooled, options.device, options.seeds, options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Schedule-free optimizers, which also move weights in `train()` and `eval()`, with masters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradscale.torch import MixedPrecision
+
+torch.set_num_threads(1)
+DTYPES = {"fp16-master": torch.float16, "fp16-pure": torch.float16, "bf16-master": torch.bfloat16}
+
+
+def adamw(params: Any) -> Any:
+    return pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW(params, lr=0.1)
+
+
+@pytest.mark.parametrize("mode", list(DTYPES))
+def test_masters_move_as_float32_weights_with_the_same_gradients(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    weights = [param.detach().clone().requires_grad_() for param in model.parameters()]
+    reference, optimizer = adamw(weights), adamw(model.parameters())
+    mp = MixedPrecision(model, optimizer, mode)
+
+    def compare() -> None:
+        masters = mp.float32_model_state()
+        for (name, param), weight in zip(model.named_parameters(), weights, strict=True):
+            assert torch.equal(masters[name], weight.detach())
+            assert torch.equal(param, weight.detach().to(DTYPES[mode]))
+
+    def evaluate() -> Tensor:
+        return (model(torch.ones(2, 4)) - 1).square().mean()
+
+    moved = []
+    for each in (reference, optimizer):
+        each.train()
+    for _ in range(3):
+        mp.backward(evaluate())
+        scale = mp.scaler.get_scale()  # a power of two, so that the division is exact
+        for param, weight in zip(model.parameters(), weights, strict=True):
+            weight.grad = param.grad.float() / scale
+        reference.step()
+        assert mp.step().applied
+        compare()
+        before = model.weight.detach().clone()
+        for each in (reference, optimizer):
+            each.eval()
+        compare()
+        moved.append(not torch.equal(before, model.weight))
+        for each in (reference, optimizer):
+            each.train()
+        compare()
+    assert any(moved)
+
+
+def test_the_loss_falls_in_evaluation() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = adamw(model.parameters())
+    mp = MixedPrecision(model, optimizer, "fp16-master")
+    losses = []
+    for _ in range(20):
+        optimizer.train()
+        loss = (model(torch.ones(2, 4)) - 1).square().mean()
+        mp.backward(loss)
+        mp.step()
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(float((model(torch.ones(2, 4)) - 1).square().mean()))
+    assert losses[-1] < 0.1 * losses[0]
