@@ -29,7 +29,7 @@ from gradscale.torch.step.entries import READY, STEPPED
 from gradscale.torch.step.passes import Iteration
 from gradscale.torch.step.result import Step
 from gradscale.torch.telemetry.blame import blame_later
-from gradscale.torch.telemetry.transport import Record, Sent
+from gradscale.torch.telemetry.transport import Mark, Record, Sent
 
 if TYPE_CHECKING:
     from gradscale.torch.step.pipeline import Pipeline
@@ -88,8 +88,9 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
     _decide(pipeline, step, tables, rows, record, copy, max_norm, groups)
     divisor, skip = (value_at(step.decision, name) for name in ("divisor", "skip"))  # type: ignore[arg-type]
     step.skip = skip
-    if pipeline.monitor.prompt and not captured:
-        pipeline.monitor.mark_on(pipeline.state.device).put()
+    mark = None if captured else pipeline.monitor.mark_on(pipeline.state.device)
+    if mark is not None and pipeline.monitor.prompt:
+        mark.put()
     try:
         if plan is not None:
             plan.step(divisor, skip)
@@ -108,7 +109,7 @@ def step_fused(pipeline: Pipeline, step: Step, max_norm: float) -> Record | None
     for entry in step.entries[1:]:
         pipeline.row_of(entry).copy_(first)
     step.refs = [entry.ref for entry in step.entries]
-    return _record_of(pipeline, record, step, captured)
+    return _record_of(pipeline, record, step, mark)
 
 
 def _one_format(key: Any, counts: Tensor) -> dict[Any, Tensor]:
@@ -279,12 +280,11 @@ def advance_fused(pipeline: Pipeline) -> Record | None:
     )
     iteration.finite = step.decision
     pipeline.monitor.last, pipeline.monitor.steps = step, []
-    return _record_of(pipeline, record, step, captured)
+    mark = None if captured else pipeline.monitor.mark_on(pipeline.state.device)
+    return _record_of(pipeline, record, step, mark)
 
 
-def _record_of(pipeline: Pipeline, record: Tensor, step: Step, captured: bool) -> Record:
-    """The record of one step that a kernel writes to `record`."""
-    monitor = pipeline.monitor
-    layout = monitor.layout_of(step.optimizers(), pipeline.state.floor)
-    sent = None if captured else Sent(record, monitor.mark_on(pipeline.state.device))
-    return Record(layout, [step], record, sent)
+def _record_of(pipeline: Pipeline, record: Tensor, step: Step, mark: Mark | None) -> Record:
+    """The record of one step that a kernel writes to `record`; in a capture without a `mark`."""
+    layout = pipeline.monitor.layout_of(step.optimizers(), pipeline.state.floor)
+    return Record(layout, [step], record, None if mark is None else Sent(record, mark))
