@@ -244,6 +244,7 @@ def test_verdict_says_what_ranks_did(fault: str, first: Any, second: Any, verdic
     assert ranks.judge(fault, [second, first])[0] == verdict
 
 
+@pytest.mark.soak
 def test_matrix_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks._launching, "GRACE", 0.1)
     chosen = [
@@ -259,6 +260,7 @@ def test_matrix_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == ["ranks differ", "error: AssertionError", "right", "right"]
 
 
+@pytest.mark.soak
 def test_cost_is_told_as_ratios(tmp_path: Path) -> None:
     torch_has.fsdp2_on_the_cpu()
     costs = tmp_path / "ranks_cost.csv"

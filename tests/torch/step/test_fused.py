@@ -118,7 +118,7 @@ def torchs_step(scaler: GradScaler, optimizer: Any, clip: float | None, loop: st
     return scaler.outcome(optimizer)
 
 
-@settings(max_examples=12 if HERE == "cpu" else 200, deadline=None)
+@settings(max_examples=8 if HERE == "cpu" else 200, deadline=None)
 @given(
     history=st.lists(st.lists(EVENTS, min_size=2, max_size=2), min_size=1, max_size=8),
     policy=st.sampled_from(POLICIES),

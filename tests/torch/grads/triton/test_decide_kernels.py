@@ -220,7 +220,7 @@ def test_a_short_history_is_that_of_the_policy(policy: Policy, kind: int) -> Non
     check(policy, kind, [Step(size, 0, loss) for size, loss in zip(sizes, losses, strict=True)])
 
 
-@settings(max_examples=12 if HERE.type == "cpu" else 200)
+@settings(max_examples=8 if HERE.type == "cpu" else 200)
 @given(
     policy=st.sampled_from(POLICIES),
     kind=st.sampled_from(KINDS),
