@@ -45,6 +45,12 @@ def full_graph(function: Callable[..., Any], *args: Any) -> bool:
     return True
 
 
+def input_metadata() -> None:
+    """Nodes of autograd that say which gradients they take (torch 2.11, not torch 2.4)."""
+    if not hasattr((torch.ones(1, requires_grad=True) * 2).grad_fn, "_input_metadata"):
+        pytest.skip("needs Node._input_metadata", allow_module_level=True)
+
+
 def named_parameters() -> None:
     """Optimizers that take names with their parameters (torch 2.6)."""
     try:

@@ -97,6 +97,8 @@ class Gap:
             used: The operations that gaps of this forward pass have; those of this gap are added.
             thorough: Whether to look for saved tensors that can be had only once.
         """
+        if not hasattr(x.grad_fn, "_input_metadata"):
+            return "this torch does not say which gradients an operation takes"
         order: dict[Any, None] = {}
         ends: dict[Any, End] = {}
         waiting: list[tuple[Any, bool]] = [(x.grad_fn, False)]

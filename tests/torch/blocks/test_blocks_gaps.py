@@ -23,6 +23,7 @@ from gradscale.torch.blocks import BlockScales
 from gradscale.torch.optim import Lion
 from tensors import same
 
+torch_has.input_metadata()
 NUM_EARLY = 16
 
 
