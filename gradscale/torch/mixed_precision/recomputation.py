@@ -8,15 +8,13 @@ from typing import Any
 from gradscale.errors import SettingError
 from gradscale.policy import LONE
 from gradscale.torch.scaler import GradScaler
-from gradscale.torch.step.spike import Spike
+from gradscale.torch.step.spike import DROP, Spike
 from gradscale.torch.telemetry.outcome import StepOutcome
 
 RETRIES = 2
 """How often `run()` tries again where neither it nor the object says so."""
 CREDIT = 4 * LONE
 """The most that is saved for batches to be computed again."""
-DROP = 8
-"""Binades by which the scale is lowered for the first spike; later ones get what the last took."""
 _NUMBERS = ("batches", "recomputed", "tries", "credit", "drop", "calm")
 
 

@@ -15,6 +15,8 @@ from gradscale.torch.telemetry.outcome import StepOutcome
 
 SPARE = 2
 """Binades that the largest gradient of a spike should be below the ceiling."""
+DROP = 8
+"""Binades by which scales are lowered for the first spike; later ones get what the last took."""
 MOST = 64
 """The most binades by which a scale is lowered for a spike."""
 
@@ -27,8 +29,8 @@ class Spike:
 
     Args:
         state: The scales.
-        drop: Binades by which they are lowered after the first try, and twice as many after each
-            further one.
+        drop: Binades by which they are lowered after the first try; twice as many after each
+            further one, and by 16 at least.
     """
 
     def __init__(self, state: ScaleState, drop: int) -> None:
@@ -74,7 +76,9 @@ class Spike:
 
     def _total(self, tries: int) -> int:
         """Binades by which the scales are lowered after so many tries."""
-        return min(self._drop * 2 ** (tries - 1), MOST)
+        # The last spike may have been a small one: a second try is at least that of a first spike.
+        drop = self._drop if tries == 1 else max(self._drop, DROP)
+        return min(drop * 2 ** (tries - 1), MOST)
 
 
 def _copy(state: ScaleState) -> Kept:

@@ -18,6 +18,7 @@ from gradscale.torch import MixedPrecision
 from gradscale.torch.grads import dispatch as kernels
 from gradscale.torch.optim import AdamW
 from gradscale.torch.state import plain
+from gradscale.torch.step.spike import DROP
 from precision_runs import built, data, loss_of, net, picture
 from ranks import everyone, on_ranks, run_check
 from tensors import same
@@ -40,6 +41,7 @@ def steady(mode: str = "fp16", steps: int = 20, **settings: Any) -> tuple[Any, M
         assert taken(model, mp).applied
     if isinstance(settings.get("policy"), gs.Dynamic):
         mp.scaler.update(2.0**14)
+        mp._recomputation.drop = DROP  # the first scale may have been too high
     return model, mp
 
 
@@ -149,6 +151,16 @@ def test_step_of_a_spike_is_the_one_that_a_lower_scale_takes() -> None:
         scale = float(outcome.scale)
         runs.append(picture(mp))
     assert same(*runs)
+
+
+def test_large_spike_after_a_small_one_is_recomputed() -> None:
+    model, mp = steady(policy=gs.Dynamic())
+    mp._recomputation.drop = 3  # what the small one took
+    outcome = taken(model, mp, SPIKE)
+    assert outcome.applied
+    assert [float(each.scale) for each in outcome.earlier] == [2.0**14, 2.0**11]
+    assert float(outcome.scale) == 2.0 ** (14 - 16)
+    assert mp.scaler.get_scale() == 2.0**14
 
 
 def test_second_spike_in_a_row_is_no_lone_one() -> None:
