@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import stdev
 
-from arena import measure, plots
+from arena import measure
 from arena.arms import BLOCKS, RETRIES, SKIPPING, STATIC_SCALES, static_name
 from arena.rows import Row, Time, mean, of_arm
 from arena.training import SIZES
@@ -45,6 +45,8 @@ def write(rows: Sequence[Row], times: Sequence[Time] = (), page: Path = PAGE) ->
 
     Rows of sizes that there are no more are left out.
     """
+    from arena import plots  # matplotlib: the processes that only run have no use for it
+
     parts = []
     for size, device in sorted({(row.size, row.device) for row in rows if row.size in SIZES}):
         group = [row for row in rows if (row.size, row.device) == (size, device)]
