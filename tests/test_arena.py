@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from arena import __main__ as arena  # noqa: E402
-from arena import arms, data, half, measure, rows, runs, table  # noqa: E402
+from arena import arms, data, half, measure, pool, rows, runs, table, tasks, times  # noqa: E402
 from arena.pictures import DeepPlain, frechet  # noqa: E402
 from arena.texts import NaNs, Spikes  # noqa: E402
 from arena.training import Place, Turn  # noqa: E402
@@ -90,27 +90,51 @@ def test_small_gradients_vanish_as_in_float16() -> None:
 # What is measured.
 
 
+def look(*grads: torch.Tensor, first: int = 0) -> measure.Look:
+    """What gradients show, by way of the numbers of a step."""
+    rest = torch.tensor([0.0, 1.0, 0.5, 1.0], dtype=torch.float64)
+    (step,) = measure.read([measure.Reading(torch.cat([rest, measure.look(grads)]), first)])
+    return step.look
+
+
 def test_underflow_share_is_exact_on_a_planted_gradient() -> None:
     smallest = 2.0**-14
     below = math.nextafter(smallest, 0)
-    seen = measure.look([torch.tensor([0.0, smallest, -smallest / 2, 1.0]), torch.zeros(2)])
+    seen = look(torch.tensor([0.0, smallest, -smallest / 2, 1.0]), torch.zeros(2))
     assert seen == measure.Look(finite=True, underflow=1 / 3, alive=frozenset({0}))
-    assert (
-        measure.look([torch.tensor([below, 3.0], dtype=torch.float64)]).underflow == 0.0
-    )  # rounded
-    assert measure.look([torch.tensor([smallest * 0.999, 3.0])]).underflow == 0.5
+    assert look(torch.tensor([below, 3.0], dtype=torch.float64)).underflow == 0.0  # rounded
+    assert look(torch.tensor([smallest * 0.999, 3.0])).underflow == 0.5
 
 
 def test_gradients_that_have_all_vanished_have_all_underflowed() -> None:
-    seen = measure.look([torch.zeros(3), torch.zeros(2)])
+    seen = look(torch.zeros(3), torch.zeros(2))
     assert seen == measure.Look(finite=True, underflow=1.0, alive=frozenset())
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_gradient_that_is_not_finite_is_found(bad: float) -> None:
-    seen = measure.look([torch.ones(2), torch.tensor([1.0, bad])], first=5)
+    grads = [torch.ones(2), torch.tensor([1.0, bad]), torch.ones(1, dtype=torch.float16)]
+    seen = look(*grads, first=5)
     assert not seen.finite
-    assert seen.alive == {5, 6}
+    assert seen.alive == {5, 6, 7}
+    assert not measure.finite(grads)
+    assert measure.finite(grads[::2])
+
+
+def test_readings_are_read_in_order() -> None:
+    one, other = torch.ones(3), torch.tensor([0.0, 2.0**-20])
+    readings = [
+        measure.Reading(torch.cat([torch.tensor(facts).double(), measure.look(grads)]), first)
+        for facts, grads, first in (
+            ([0.0, 0.0, math.nan, 4.0], [one, other], 0),
+            ([7.0, 8.0, 2.5, 2.0], [other], 2),
+        )
+    ]
+    assert measure.read(readings) == [
+        measure.Step(False, False, 4.0, measure.Look(True, 0.25, frozenset({0, 1}))),
+        measure.Step(True, True, 2.0, measure.Look(True, 1.0, frozenset({2}))),
+    ]
+    assert measure.read([]) == []
 
 
 def one_weight() -> tuple[nn.Parameter, torch.optim.Optimizer]:
@@ -136,6 +160,7 @@ def test_skipped_step_is_counted_and_applied_ones_are_not(name: str) -> None:
         loss = weight.sum()
         loss.register_hook(lambda grad, factor=factor: grad * factor)
         steps.append(arms.advance(stepper, Turn(loss, optimizer), clip_norm=1.0))
+    steps = measure.read(steps)
     assert [step.applied for step in steps] == [True, False, True, False]
     assert [step.look.finite for step in steps] == [True, False, True, False]
     assert measure.summarise(steps, 1).skipped == 2
@@ -147,7 +172,7 @@ def test_bad_loss_excuses_a_skipped_step(name: str) -> None:
     stepper = steppers()[name]()
     weight, optimizer = one_weight()
     losses = (weight.sum() * math.nan, weight.sum())
-    steps = [arms.advance(stepper, Turn(loss, optimizer), None) for loss in losses]
+    steps = measure.read([arms.advance(stepper, Turn(loss, optimizer), None) for loss in losses])
     summary = measure.summarise(steps, 1)
     assert (summary.skipped, summary.excused, summary.wasted) == (0, 1, 1)
 
@@ -161,7 +186,8 @@ def test_spike_is_computed_again(name: str) -> None:
     for number in (*range(4), spike, 4):
         for turn in training.turns(number):
             assert torch.equal(turn.again(), turn.loss)
-            assert arms.advance(stepper, turn, training.clip_norm).applied
+            (step,) = measure.read([arms.advance(stepper, turn, training.clip_norm)])
+            assert step.applied
             tries.append(1 + len(stepper.outcome.earlier))
     assert tries[:4] == [1] * 4
     assert 2 <= tries[4] <= 3
@@ -179,10 +205,10 @@ def test_arms_for_spikes_are_for_trainings_with_spikes() -> None:
 @pytest.mark.parametrize("name", ["GAN", "half weights", "deep plain net"])
 def test_outcome_says_what_the_arena_sees(name: str) -> None:
     training = TRAININGS[name](Place(), 6)
-    stepper = arms.Ours("cpu", gradscale.Dynamic())
+    stepper = arms.Ours("cpu", gradscale.Dynamic(), underflow_every=1)
     for number in range(6):
         for turn in training.turns(number):
-            seen = arms.advance(stepper, turn, training.clip_norm)
+            (seen,) = measure.read([arms.advance(stepper, turn, training.clip_norm)])
             outcome = stepper.outcome
             assert (bool(outcome.applied), bool(outcome.finite)) == (seen.applied, seen.look.finite)
             assert float(outcome.scale) == seen.scale
@@ -338,14 +364,125 @@ def test_smoke(tmp_path: Path) -> None:
     assert dead[NO_SCALE] > dead[TORCHS] > 0
     page = tmp_path / "page.md"
     page.write_text(f"Before.\n{table.BEGIN}\nold\n{table.END}\nAfter.\n")
-    table.write(found, page)
-    table.write(found, page)
+    table.write(found, page=page)
+    table.write(found, page=page)
     text = page.read_text()
     assert text.startswith(f"Before.\n{table.BEGIN}\n\n### Small, ")
     assert text.endswith(f"\n{table.END}\nAfter.\n")
     assert text.count(f"| {TORCHS} |") == 1
     for name in ("scales", "metrics"):
         assert (tmp_path / f"images/arena-small-cpu-{name}.png").stat().st_size > 1000
+
+
+@pytest.mark.soak  # two processes import torch
+def test_processes_work_off_what_one_would(tmp_path: Path) -> None:
+    options = [
+        "--trainings",
+        "aux",
+        "--steps",
+        "2",
+        "--arms",
+        "torch's",
+        "Headroom",
+        "--seeds",
+        "2",
+    ]
+    found = []
+    for jobs in ("1", "2"):
+        results = tmp_path / jobs / "results.csv"
+        results.parent.mkdir()
+        arena.main([*options, "--jobs", jobs, "--results", str(results)])
+        found.append({(row.arm, row.seed): (row.value, row.history) for row in rows.read(results)})
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
+def test_only_what_is_missing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results.csv"
+    options = ["--trainings", "aux", "--steps", "1", "--results", str(results), "--seeds", "2"]
+    arms_of = ["--arms", "Dynamic", "static"]
+    arena.main([*options, "--arms", "Dynamic", "--limit", "0"])
+    assert "2 tasks have not started" in capsys.readouterr().out
+    assert not results.exists()
+    arena.main([*options, *arms_of, "--missing"])
+    whole = results.read_text().splitlines()
+    assert len(whole) == 1 + 2 + 14 + 1
+    arena.main([*options, *arms_of, "--missing"])
+    assert results.read_text().splitlines() == whole
+    lost = next(line for line in whole if ",static" in line and ",1,1," in line)
+    results.write_text("".join(f"{line}\n" for line in whole if line != lost))
+    arena.main([*options, *arms_of, "--missing"])
+    assert len(results.read_text().splitlines()) == len(whole)
+
+
+def task(training: str, arm: str, seed: int = 0) -> tasks.Task:
+    return tasks.Task(training, arm, seed, Place(seed=seed), 2)
+
+
+def test_tasks_wait_for_what_they_need_and_long_ones_start_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[tasks.Task] = []
+    monkeypatch.setattr(tasks.Task, "run", begun.append)
+    best, search = task("GPT", tasks.BEST, 1), task("GPT", "static 2^2")
+    tune, before = task("fine-tune", "Headroom"), task("fine-tune", tasks.PRETRAINING)
+    gan, lstm = task("GAN", "Headroom"), task("LSTM", "Headroom")
+    assert not list(pool.work([best, search, tune, gan, lstm, before], lambda each: each))
+    assert begun == [before, lstm, tune, gan, search, best]
+    assert tune.waits_for(before)
+    assert best.waits_for(search)
+    for one, other in ((before, tune), (search, best), (gan, before), (before, before)):
+        assert not one.waits_for(other)
+    assert not task("fine-tune", "Headroom", 1).waits_for(before)
+
+
+def test_task_that_fails_is_said_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(self: tasks.Task) -> rows.Row:
+        if self.arm == "torch":
+            raise RuntimeError("out of memory")
+        return example(self.arm)
+
+    monkeypatch.setattr(tasks.Task, "run", run)
+    todo = [task("GPT", "torch"), task("GPT", "Headroom")]
+    assert [row.arm for row in pool.work(todo, lambda each: each)] == ["Headroom"]
+    assert "GPT, torch, seed 0: RuntimeError('out of memory')" in capsys.readouterr().out
+
+
+def test_rows_of_errors_of_the_device_are_run_again() -> None:
+    refused = example(TORCHS, math.nan, note="ValueError: refused")
+    broken = example("Headroom", math.nan, note="RuntimeError: out of memory")
+    known = [refused, broken, example("Dynamic")]
+    done = [
+        arm
+        for arm in (TORCHS, "Headroom", "Dynamic", "LogMax")
+        if tasks.is_done(task("GPT", arm), known)
+    ]
+    assert done == [TORCHS, "Dynamic"]
+
+
+def test_steps_are_timed_and_shown_beside_the_metric(tmp_path: Path) -> None:
+    kind, place = TRAININGS["half weights"], Place()
+    every = arms.fixed_arms()
+    found = list(times.clock(kind, [every[TORCHS], every["Headroom"]], place, warm_up=1, steps=1))
+    assert math.isnan(found[0].ms)  # refused
+    assert found[1].ms > 0
+    for row in found:
+        rows.add(row, tmp_path / "times.csv")
+    assert [row.arm for row in rows.read_times(tmp_path / "times.csv")] == [TORCHS, "Headroom"]
+    runs_of = [example(row.arm, training=kind.name) for row in found]
+    (text,) = table.big_table(runs_of, found)
+    assert f"| {TORCHS} | 1.0000 |  | 0 |" in text
+    assert f"| Headroom | 1.0000 | {found[1].ms:.2f} | 0 |" in text
+
+
+def test_second_metric_is_in_the_row_and_the_table() -> None:
+    row = runs.play(TRAININGS["spikes, small head"], arms.fixed_arms()["Headroom"], Place(), 2)
+    assert row.second_metric == "main loss"
+    assert 0 < row.second_value < 2
+    (text,) = table.big_table([row])
+    assert f"{row.value:.4f}; main loss {row.second_value:.4f}" in text
 
 
 def test_starts_are_run_and_shown(tmp_path: Path) -> None:
@@ -361,6 +498,7 @@ def example(arm: str, value: float = 1.0, **changes: object) -> rows.Row:
     """A row with nothing in it but what is said."""
     blank = {field.name: 0 for field in dataclasses.fields(rows.Row)} | rows.where("cpu")
     blank |= {"training": "GPT", "metric": "loss", "size": "small", "note": "", "skips": ""}
+    blank |= {"second_metric": "", "second_value": 0.0}
     return rows.Row(**blank | {"arm": arm, "value": value, "steps": 9, **changes})
 
 
@@ -408,4 +546,4 @@ def test_page_without_marks_is_an_error(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Nothing.\n")
     with pytest.raises(ValueError, match=r"page\.md must have the marks"):
-        table.write([], page)
+        table.write([], page=page)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -29,11 +28,11 @@ STARTS = (0, 8, 16, 24, 32, 40)
 class Stepper(Protocol):
     """Takes steps, each in two calls."""
 
-    def scale(self) -> float:
-        """The scale of the next backward pass."""
-
     def backward(self, loss: Tensor) -> None:
         """The backward pass of the scaled loss."""
+
+    def scale(self) -> Tensor | float:
+        """The scale of that backward pass; a tensor is overwritten by `apply`."""
 
     def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
         """Unscales, clips and steps, or skips; moves the scale and clears the gradients."""
@@ -42,17 +41,19 @@ class Stepper(Protocol):
 class Bare:
     """No scale. A step is skipped if its gradients are not finite."""
 
-    def scale(self) -> float:
-        return 1.0
-
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def scale(self) -> float:
+        return 1.0
+
     def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
-        grads = measure.gradients(optimizer)
-        if all(bool(grad.isfinite().all()) for grad in grads):
-            _clip(optimizer, clip_norm)
-            optimizer.step()
+        contract: Any = optimizer  # the one that torch's scaler has with fused optimizers
+        found_inf = (~measure.finite(measure.gradients(optimizer))).float()
+        contract.grad_scale, contract.found_inf = None, found_inf
+        _clip(optimizer, clip_norm)
+        optimizer.step()
+        del contract.grad_scale, contract.found_inf
         optimizer.zero_grad()
 
 
@@ -62,11 +63,12 @@ class Torchs:
     def __init__(self, device: str, **settings: float) -> None:
         self.scaler = torch.amp.GradScaler(device, **settings)
 
-    def scale(self) -> float:
-        return self.scaler.get_scale()
-
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
+
+    def scale(self) -> Tensor:
+        scale: Tensor = self.scaler._get_scale_async()  # get_scale() waits
+        return scale
 
     def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
         self.scaler.unscale_(optimizer)
@@ -79,15 +81,16 @@ class Torchs:
 class Ours:
     """gradscale's scaler with one of its policies, in two calls."""
 
-    def __init__(self, device: str, policy: Any) -> None:
-        self.scaler = GradScaler(device, policy=policy, underflow_every=1, on_stuck="ignore")
+    def __init__(self, device: str, policy: Any, **settings: Any) -> None:
+        self.scaler = GradScaler(device, policy=policy, on_stuck="ignore", **settings)
         self.outcome: Any = None
-
-    def scale(self) -> float:
-        return self.scaler.get_scale()
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.backward(loss)
+
+    def scale(self) -> Tensor:
+        scale: Tensor = self.scaler._get_scale_async()
+        return scale
 
     def apply(self, optimizer: Optimizer, clip_norm: float | None) -> None:
         self.outcome = self.scaler.apply(optimizer, clip_norm=clip_norm)
@@ -146,19 +149,33 @@ class Arm(NamedTuple):
         )
 
 
-def advance(stepper: Stepper, turn: Turn, clip_norm: float | None, first: int = 0) -> measure.Step:
-    """Takes or skips the step of a turn; what became of it.
+def take(stepper: Stepper, turn: Turn, clip_norm: float | None) -> None:
+    """Takes or skips the step of a turn."""
+    _begin(stepper, turn)
+    stepper.apply(turn.optimizer, clip_norm)
+
+
+def advance(
+    stepper: Stepper, turn: Turn, clip_norm: float | None, first: int = 0
+) -> measure.Reading:
+    """The same, measured.
 
     `first` is the place of the optimizer's first tensor among all of the training.
     """
-    before, scale = measure.steps_taken(turn.optimizer), stepper.scale()
+    device = turn.loss.device
+    before = measure.number(measure.steps_taken(turn.optimizer), device)
+    _begin(stepper, turn)
+    facts = [measure.number(value, device) for value in (turn.loss, stepper.scale())]
+    seen = measure.look(measure.gradients(turn.optimizer))
+    stepper.apply(turn.optimizer, clip_norm)
+    after = measure.number(measure.steps_taken(turn.optimizer), device)
+    return measure.Reading(torch.cat([torch.stack([before, after, *facts]), seen]), first)
+
+
+def _begin(stepper: Stepper, turn: Turn) -> None:
     if isinstance(stepper, Retrying):
         stepper.again = turn.again
     stepper.backward(turn.loss)
-    seen = measure.look(measure.gradients(turn.optimizer), first)
-    stepper.apply(turn.optimizer, clip_norm)
-    applied = measure.steps_taken(turn.optimizer) > before
-    return measure.Step(math.isfinite(turn.loss.item()), applied, scale, seen)
 
 
 @functools.cache
@@ -200,6 +217,17 @@ def static_name(log2_scale: int) -> str:
     return f"static 2^{log2_scale}"
 
 
+def named(name: str) -> Arm:
+    """The arm with this name."""
+    if name in fixed_arms():
+        return fixed_arms()[name]
+    for log2_scale in STATIC_SCALES:
+        if name == static_name(log2_scale):
+            return static_arm(log2_scale)
+    every = {arm.name: arm for start in STARTS for arm in start_arms(start)}
+    return every[name]
+
+
 def start_arms(log2_scale: int) -> list[Arm]:
     """torch's scaler and the policies that move, from this scale on."""
     scale = 2.0**log2_scale
@@ -223,8 +251,7 @@ def _ours(name: str, policy: Callable[..., Any], **settings: float) -> Arm:
 
 def _clip(optimizer: Optimizer, clip_norm: float | None) -> None:
     if clip_norm is not None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        nn.utils.clip_grad_norm_(params, clip_norm)
+        nn.utils.clip_grad_norm_(measure.parameters(optimizer), clip_norm)
 
 
 def _blocks() -> Arm | None:

@@ -1,7 +1,8 @@
 """What is written down of a step, and what the steps of a run say together.
 
 Every arm is measured by the same code: it looks at the scaled gradients after the backward pass and
-at the optimizer's own count of its steps.
+at the optimizer's own count of its steps. The numbers of a step stay on the device until the run is
+over: processes that share a GPU wait for one another whenever one of them waits for it.
 """
 
 from __future__ import annotations
@@ -60,30 +61,74 @@ class Summary(NamedTuple):
     """How often the scale was moved."""
 
 
-def look(grads: Sequence[Tensor], first: int = 0) -> Look:
-    """What `grads`, which are still scaled, show; `first` is the place of the first of them."""
+class Reading(NamedTuple):
+    """One step as it was measured, still on the device."""
+
+    numbers: Tensor
+    """float64: the optimizer's count before and after the step, the loss, the scale, and what
+    `look` returns."""
+    first: int
+    """The place of the optimizer's first tensor among all of the training."""
+
+
+def look(grads: Sequence[Tensor]) -> Tensor:
+    """What `grads`, which are still scaled, show, in float64.
+
+    The number of small elements, that of elements that are not zero, and the largest magnitude of
+    every tensor.
+    """
     sizes = [grad.numel() for grad in grads]
     flat = torch.cat([grad.detach().flatten().float() for grad in grads]).abs()
     nonzero = flat > 0
     small = (nonzero & (flat < SMALLEST_NORMAL)).sum()
-    peaks = torch.stack([part.amax() for part in flat.split(sizes)])
-    # One transfer: on a GPU every one of them waits.
-    numbers = torch.cat([torch.stack([small, nonzero.sum()]).double(), peaks.double()]).tolist()
-    few, many, *tops = numbers
-    alive = frozenset(place for place, top in enumerate(tops, first) if not top == 0)
-    return Look(all(map(math.isfinite, tops)), few / many if many else 1.0, alive)
+    peaks = torch.stack(torch._foreach_norm(flat.split(sizes), math.inf))
+    return torch.cat([torch.stack([small, nonzero.sum()]).double(), peaks.double()])
+
+
+def finite(grads: Sequence[Tensor]) -> Tensor:
+    """Whether all elements are finite, on the device."""
+    norms = torch._foreach_norm(grads, math.inf)
+    return torch.stack([norm.float() for norm in norms]).isfinite().all()
+
+
+def number(value: Tensor | float, device: torch.device) -> Tensor:
+    """A copy of a number in float64, on the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64, non_blocking=True, copy=True).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def read(readings: Sequence[Reading]) -> list[Step]:
+    """What became of the steps; waits for the device once."""
+    if not readings:
+        return []
+    every = torch.cat([reading.numbers for reading in readings]).tolist()
+    steps, begin = [], 0
+    for numbers, first in readings:
+        end = begin + len(numbers)
+        before, after, loss, scale, few, many, *tops = every[begin:end]
+        begin = end
+        alive = frozenset(place for place, top in enumerate(tops, first) if not top == 0)
+        seen = Look(all(map(math.isfinite, tops)), few / many if many else 1.0, alive)
+        steps.append(Step(math.isfinite(loss), after > before, scale, seen))
+    return steps
+
+
+def parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """The gradients of the optimizer's parameters; zeros where there is none."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = parameters(optimizer)
     return [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
 
 
-def steps_taken(optimizer: Optimizer) -> int:
+def steps_taken(optimizer: Optimizer) -> Tensor | float:
     """How many steps the optimizer counts for its first tensor; skipped ones are not counted."""
     counts = (state["step"] for state in optimizer.state.values() if "step" in state)
-    return int(next(counts, 0))
+    return next(counts, 0.0)
 
 
 def summarise(steps: Sequence[Step], num_tensors: int) -> Summary:

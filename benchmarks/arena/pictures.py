@@ -25,27 +25,28 @@ class DeepPlain(Training):
     higher_is_better = True
     noise = 0.02
     steps = (400, 400)
+    cost = 4.0
     sequential = True
     classes = 2
 
     def build(self) -> None:
-        width = 256 if self.place.large else 48
+        width = self.place.pick(48, 128)
         widths = [64, *[width] * 20, self.classes]
         self.model = perceptron(widths, nn.Sigmoid).to(self.place.device)
-        self.optimizer = self.adamw(self.model.parameters(), 5e-4 if self.place.large else 2e-3)
+        self.optimizer = self.adamw(self.model.parameters(), self.place.pick(2e-3, 1e-3))
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Some images to train on, turned, and by how much each is turned."""
         images = self.pick()
         quarters = torch.randint(self.classes, (len(images),), generator=self.generator)
         images = data.turned(images, quarters)
-        return images.to(self.place.device), quarters.to(self.place.device)
+        return self.there(images), self.there(quarters)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """The same of what is never trained on: every image, turned in every way."""
         images = data.digits().validation.repeat(self.classes, 1)
         quarters = torch.arange(self.classes).repeat_interleave(len(images) // self.classes)
-        return data.turned(images, quarters).to(self.place.device), quarters.to(self.place.device)
+        return self.there(data.turned(images, quarters)), self.there(quarters)
 
     def pick(self, count: int = 128) -> Tensor:
         """Some images to train on."""
@@ -72,12 +73,13 @@ class TinyLoss(DeepPlain):
     """
 
     name = "tiny auxiliary loss"
-    steps = (400, 1000)
+    steps = (400, 600)
+    cost = 1.0
     sequential = False
     weight = 2.0**-30
 
     def build(self) -> None:
-        width = 512 if self.place.large else 64
+        width = self.place.pick(64, 256)
         self.model = nn.ModuleDict(
             {
                 "both": perceptron([64, width], nn.ReLU),
@@ -85,8 +87,7 @@ class TinyLoss(DeepPlain):
                 "ink": perceptron([width, width, 4], nn.ReLU),
             }
         ).to(self.place.device)
-        lr = 5e-4 if self.place.large else 5e-3
-        self.optimizer = self.adamw(self.model.parameters(), lr)
+        self.optimizer = self.adamw(self.model.parameters(), self.place.pick(5e-3, 1e-3))
         ink = data.digits().train.sum(1)
         self.bounds = ink.quantile(torch.tensor([0.25, 0.5, 0.75])).to(self.place.device)
 
@@ -119,17 +120,19 @@ class TinyLoss(DeepPlain):
 class SmallHead(TinyLoss):
     """The same questions; one batch in 50 weighs 2**12 times as much, and the second loss 2**-26.
 
-    Room for such a batch takes the gradients of the second head, whose loss is the metric. A third
-    of the answers to the first question are random, so that its gradients stay large; and all are
-    clipped far below, as AdamW would else remember a spike for a thousand steps.
+    Room for such a batch takes the gradients of the second head, whose loss is the metric; that of
+    the first is the second metric. A third of the answers to the first question are random, so that
+    its gradients stay large; and all are clipped far below, as AdamW would else remember a spike
+    for a thousand steps.
     """
 
     name = "spikes, small head"
     metric = "loss"
+    second_metric = "main loss"
     higher_is_better = False
     noise = 0.02
     clip_norm = 0.01
-    steps = (500, 1000)
+    steps = (500, 600)
     spiky = True
     weight = 2.0**-26
     every = 50
@@ -138,7 +141,7 @@ class SmallHead(TinyLoss):
     def turns(self, step: int) -> Iterator[Turn]:
         self.slow_down(step, self.optimizer)
         images, quarters = self.batch()
-        random = torch.rand(len(images), generator=self.generator).to(images.device)
+        random = self.there(torch.rand(len(images), generator=self.generator))
         quarters = torch.where(random < 1 / 3, (random * 6).long(), quarters)
         factor = self.height if step % self.every == 40 else 1.0
 
@@ -155,6 +158,12 @@ class SmallHead(TinyLoss):
             ink = self.told(images)[1]
             return functional.cross_entropy(ink, self.quarter_of_ink(images)).item()
 
+    def validate_second(self) -> float:
+        images, quarters = self.held_out()
+        with torch.no_grad():
+            turn = self.told(images)[0]
+            return functional.cross_entropy(turn, quarters).item()
+
 
 class GAN(DeepPlain):
     """Two networks that draw and judge digits; their losses are sums over the batch.
@@ -166,12 +175,13 @@ class GAN(DeepPlain):
     metric = "distance"
     higher_is_better = False
     noise = 0.3
-    steps = (400, 2000)
+    steps = (400, 600)
+    cost = 2.0
     sequential = False
     latent = 16
 
     def build(self) -> None:
-        width = 512 if self.place.large else 64
+        width = self.place.pick(64, 256)
         device = self.place.device
         self.model = perceptron([self.latent, width, width, 64], nn.LeakyReLU, 1.4).to(device)
         self.judge = perceptron([64, width, width, 1], nn.LeakyReLU, 1.4).to(device)
@@ -182,8 +192,8 @@ class GAN(DeepPlain):
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """So many drawn digits."""
-        noise = torch.randn(count, self.latent, generator=generator).to(self.place.device)
-        return self.model(noise).sigmoid()
+        noise = torch.randn(count, self.latent, generator=generator)
+        return self.model(self.there(noise)).sigmoid()
 
     def believed(self, images: Tensor, truth: float) -> Tensor:
         """The loss of a judge who should say `truth`."""
@@ -195,7 +205,7 @@ class GAN(DeepPlain):
     def turns(self, step: int) -> Iterator[Turn]:
         self.slow_down(step, self.critic, self.drawer)
         with self.precision():
-            real = self.pick().to(self.place.device)
+            real = self.there(self.pick())
             drawn = self.draw(len(real), self.generator).detach()
             loss = self.believed(real, 1.0) + self.believed(drawn, 0.0)
         yield Turn(loss, self.critic)

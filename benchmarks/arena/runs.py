@@ -17,27 +17,30 @@ def play(kind: type[Training], arm: Arm, place: Place, num_steps: int) -> Row:
     place = place._replace(dtype=arm.dtype)
     training = kind(place, num_steps)
     stepper = arm.make(training)
-    steps: list[measure.Step] = []
-    num_tensors, turns_per_step, value, note = 0, 1, math.nan, ""
+    readings: list[measure.Reading] = []
+    num_tensors, turns_per_step, value, second, note = 0, 1, math.nan, math.nan, ""
     try:
         for number in range(num_steps):
             tensors = 0
-            before = len(steps)
+            before = len(readings)
             for turn in training.turns(number):
-                steps.append(advance(stepper, turn, training.clip_norm, tensors))
-                tensors += len(measure.gradients(turn.optimizer))
-            num_tensors, turns_per_step = tensors, len(steps) - before
-        value = training.validate()
+                readings.append(advance(stepper, turn, training.clip_norm, tensors))
+                tensors += len(measure.parameters(turn.optimizer))
+            num_tensors, turns_per_step = tensors, len(readings) - before
+        value, second = training.validate(), training.validate_second()
     except (RuntimeError, ValueError) as error:
         note = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    steps = measure.read(readings)
     return Row(
-        size="large" if place.large else "small",
+        size=place.size,
         training=kind.name,
         arm=arm.name,
         seed=place.seed,
         steps=len(steps),
         metric=kind.metric,
         value=value,
+        second_metric=kind.second_metric,
+        second_value=second,
         calm_after=training.calm_after() * turns_per_step,
         history=measure.pack(measure.log2(step.scale) for step in steps),
         skips=" ".join(str(i) for i, s in enumerate(steps) if s.loss_finite and not s.applied),

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import stdev
 
-from arena import measure, plots
+from arena import measure
 from arena.arms import BLOCKS, RETRIES, SKIPPING, STATIC_SCALES, static_name
-from arena.rows import Row, mean, of_arm
+from arena.rows import Row, Time, mean, of_arm
+from arena.training import SIZES
 from arena.trainings import TRAININGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
@@ -39,15 +40,21 @@ def best_static(rows: Iterable[Row]) -> int | None:
     return int(float(chosen.history.split("x")[0]))
 
 
-def write(rows: Sequence[Row], page: Path = PAGE) -> None:
-    """Writes the section between the two marks of `page`, and its pictures beside it."""
+def write(rows: Sequence[Row], times: Sequence[Time] = (), page: Path = PAGE) -> None:
+    """Writes the section between the two marks of `page`, and its pictures beside it.
+
+    Rows of sizes that there are no more are left out.
+    """
+    from arena import plots  # matplotlib: the processes that only run have no use for it
+
     parts = []
-    for size, device in sorted({(row.size, row.device) for row in rows}):
+    for size, device in sorted({(row.size, row.device) for row in rows if row.size in SIZES}):
         group = [row for row in rows if (row.size, row.device) == (size, device)]
         ordinary = [row for row in group if " from 2^" not in row.arm]
         where = f"{size}, {device}"
         name = f"arena-{size}-{'cpu' if device.endswith('CPU') else 'cuda'}"
-        parts += [f"### {where[0].upper()}{where[1:]}", *big_table(ordinary)]
+        clocked = [time for time in times if (time.size, time.device) == (size, device)]
+        parts += [f"### {where[0].upper()}{where[1:]}", *big_table(ordinary, clocked)]
         parts += [*duel(ordinary), *starts(group), *statics(ordinary)]
         parts += plots.draw(
             ordinary, {t: best_static(_of(ordinary, t)) for t in TRAININGS}, name, page
@@ -60,13 +67,14 @@ def write(rows: Sequence[Row], page: Path = PAGE) -> None:
     page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}", "utf-8")
 
 
-def big_table(rows: Sequence[Row]) -> Iterator[str]:
+def big_table(rows: Sequence[Row], times: Sequence[Time] = ()) -> Iterator[str]:
     """Every training, every arm."""
     lines = [
-        "| training | arm | metric | skipped | wasted | to a good scale | underflow | dead "
-        "| moves |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| training | arm | metric | ms per step | skipped | wasted | to a good scale | underflow "
+        "| dead | moves |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    ms = {(time.training, time.arm): f"{time.ms:.2f}" for time in times if time.ms > 0}
     for training in TRAININGS:
         group = _of(rows, training)
         best = best_static(group)
@@ -76,17 +84,20 @@ def big_table(rows: Sequence[Row]) -> Iterator[str]:
             runs = of_arm(group, training, name)
             if runs:
                 title = f"{training} ({runs[0].metric})" if first else ""
-                lines.append(_line(title, name, runs, best))
+                lines.append(_line(title, name, runs, best, ms.get((training, name), "")))
                 first = False
     if len(lines) > 2:
         yield "\n".join(lines)
 
 
-def _line(title: str, name: str, runs: Sequence[Row], best: int | None) -> str:
+def _line(title: str, name: str, runs: Sequence[Row], best: int | None, ms: str) -> str:
     label = f"best static, {name.split()[1]}" if name.startswith("static") else name
     if all(run.note for run in runs):
-        return f"| {title} | {label} | {runs[0].note} | | | | | | |"
-    cells = [_spread([run.value for run in runs]), _count(runs, "skipped")]
+        return f"| {title} | {label} | {runs[0].note} | | | | | | | |"
+    metric = _spread([run.value for run in runs])
+    if runs[0].second_metric:
+        metric += f"; {runs[0].second_metric} {_spread([run.second_value for run in runs])}"
+    cells = [metric, ms, _count(runs, "skipped")]
     if name in UNSCALED:
         cells += ["", "", _share(runs) if "16, no" in name else "", _dead(runs), ""]
         return f"| {title} | {label} | {' | '.join(cells)} |"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,10 @@ from arena.models import GPT, LSTM
 from arena.training import EPS, Place, Training, Turn
 from gradscale.torch import optim
 
-PRETRAINING = (200, 1000)
-"""Steps before the fine-tune, when small and when large."""
+PRETRAINING = (200, 300)
+"""Steps before the fine-tune, in each of the sizes."""
+WEIGHTS: Path | None = None
+"""Where processes that share pretrained weights keep them."""
 
 
 class Text(Training):
@@ -24,16 +28,16 @@ class Text(Training):
     name = "GPT"
     clip_norm = 1.0
     sequential = True
+    cost = 5.0
     lr = 3e-3
 
     def build(self) -> None:
-        large = self.place.large
-        self.batch, self.length = (64, 256) if large else (12, 64)
-        width, layers, heads = (512, 8, 8) if large else (48, 2, 4)
+        self.batch, self.length = self.place.pick((12, 64), (32, 128))
+        width, layers, heads = self.place.pick((48, 2, 4), (256, 3, 8))
         words = len(data.alphabet())
         model = GPT(words, self.length, width, layers, heads)
         self.model = model.to(self.place.device)
-        self.optimizer = self.adamw(self.model.parameters(), self.lr / (4 if large else 1))
+        self.optimizer = self.adamw(self.model.parameters(), self.lr / self.place.pick(1, 2))
 
     def text(self) -> data.Split:
         """What is trained on."""
@@ -42,7 +46,7 @@ class Text(Training):
     def loss_of(self, text: Tensor) -> Tensor:
         """The mean loss of the characters of `text`."""
         with self.precision():
-            return self.model(text.to(self.place.device))
+            return self.model(self.there(text))
 
     def turns(self, step: int) -> Iterator[Turn]:
         self.slow_down(step, self.optimizer)
@@ -96,7 +100,7 @@ class NaNs(Text):
 
     name = "60 NaN batches"
     sequential = False
-    steps = (360, 2000)
+    steps = (360, 360)
     burst = 60
 
     def bad(self) -> range:
@@ -112,11 +116,27 @@ class NaNs(Text):
         return self.bad().stop
 
 
+def pretrained(place: Place) -> dict[str, Tensor]:
+    """The weights of a GPT that has read the documentation for a while, in float32.
+
+    They are made once, or read from the folder `WEIGHTS` where processes share one.
+    """
+    key = place._replace(dtype=torch.float32)
+    if WEIGHTS is None:
+        return _pretrained(key)
+    path = WEIGHTS / f"{key.size}-{key.seed}.pt"
+    if not path.exists():
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        torch.save(_pretrained(key), unfinished)
+        unfinished.replace(path)  # whole, or not there
+    weights: dict[str, Tensor] = torch.load(path, map_location=place.device)
+    return weights
+
+
 @functools.cache
-def _pretrained(device: str, large: bool, seed: int) -> dict[str, Tensor]:
-    """The weights of a GPT that has read the documentation for a while, in float32."""
-    num_steps = PRETRAINING[large]
-    training = Text(Place(device, torch.float32, large, seed), num_steps)
+def _pretrained(place: Place) -> dict[str, Tensor]:
+    num_steps = place.pick(*PRETRAINING)
+    training = Text(place, num_steps)
     for step in range(num_steps):
         for loss, optimizer, _ in training.turns(step):
             loss.backward()
@@ -135,12 +155,12 @@ class FineTune(Text):
 
     name = "fine-tune"
     sequential = False
-    steps = (150, 250)
+    steps = (150, 150)
     lr = 1e-3
     weight = 2.0**-24
 
     def build(self) -> None:
-        weights = _pretrained(self.place.device, self.place.large, self.place.seed)
+        weights = pretrained(self.place)
         super().build()
         self.model.load_state_dict(weights)
 
@@ -157,14 +177,14 @@ class LongUnroll(Text):
 
     name = "LSTM"
     sequential = False
-    steps = (150, 1000)
+    steps = (150, 150)
+    cost = 30.0
     lr = 1e-2
 
     def build(self) -> None:
-        large = self.place.large
-        self.batch, self.length = (64, 256) if large else (16, 96)
-        self.model = LSTM(len(data.alphabet()), 512 if large else 48).to(self.place.device)
-        self.optimizer = self.adamw(self.model.parameters(), self.lr / (4 if large else 1))
+        self.batch, self.length = self.place.pick((16, 96), (32, 96))
+        self.model = LSTM(len(data.alphabet()), self.place.pick(48, 256)).to(self.place.device)
+        self.optimizer = self.adamw(self.model.parameters(), self.lr / self.place.pick(1, 2))
 
     def turns(self, step: int) -> Iterator[Turn]:
         for loss, optimizer, _ in super().turns(step):

@@ -9,15 +9,19 @@ AdamW's `eps` is tiny everywhere: what is measured is the format, not a threshol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 EPS = 1e-25
+SIZES = ("small", "medium")
+"""The first takes seconds a run on one core of a CPU, the second on a part of a GPU."""
+Choice = TypeVar("Choice")
 
 
 class Place(NamedTuple):
@@ -26,8 +30,12 @@ class Place(NamedTuple):
     device: str = "cpu"
     dtype: torch.dtype = torch.float16
     """Of the forward and the backward pass."""
-    large: bool = False
+    size: str = SIZES[0]
     seed: int = 0
+
+    def pick(self, small: Choice, medium: Choice) -> Choice:
+        """What belongs to the size."""
+        return (small, medium)[SIZES.index(self.size)]
 
 
 class Turn(NamedTuple):
@@ -48,8 +56,12 @@ class Training:
     noise: ClassVar[float] = 0.005
     """Metrics that differ by a smaller share than this are equally good."""
     clip_norm: ClassVar[float | None] = None
-    steps: ClassVar[tuple[int, int]] = (300, 2000)
-    """By default, when small and when large."""
+    second_metric: ClassVar[str] = ""
+    """What `validate_second` returns, where a training has two metrics."""
+    steps: ClassVar[tuple[int, int]] = (300, 300)
+    """By default, in each of the sizes."""
+    cost: ClassVar[float] = 1.0
+    """How long a step takes beside those of the other trainings, roughly: long runs start first."""
     sequential: ClassVar[bool] = False
     """Whether the model is a chain of blocks, each of which can have a scale of its own."""
     spiky: ClassVar[bool] = False
@@ -73,6 +85,17 @@ class Training:
     def validate(self) -> float:
         """The metric, on data that is never trained on."""
         raise NotImplementedError
+
+    def validate_second(self) -> float:
+        """The second metric; NaN where there is none."""
+        return math.nan
+
+    def there(self, batch: Tensor) -> Tensor:
+        """The batch on the device; the host does not wait for it.
+
+        What is copied from memory that is not pinned has been read when the call returns.
+        """
+        return batch.to(self.place.device, non_blocking=True)
 
     def precision(self) -> AbstractContextManager[object]:
         """Autocast in the format of this training; nothing in float32."""
