@@ -74,7 +74,7 @@ function chart(spec) {
       else text += `L${px} ${py}`;
       before = py;
     }
-    return text + (each.points.length === 1 ? "h0.1" : "");
+    return text + (each.points.length === 1 ? "h4" : "");
   }
 
   function draw() {

@@ -49,17 +49,20 @@ function share(part) {
   return (part * 100).toFixed(part === 0 || part === 1 ? 0 : 1) + " %";
 }
 
-function table(headings, rows, label) {
+// A heading that begins with # is one of numbers. On a narrow screen the cells of a row with `stack`
+// stand below each other.
+function table(headings, rows, label, stack) {
   const cell = (value, index) => {
-    const style = headings[index].startsWith("#") ? "number" : null;
-    return index === 0 ? element("th", {scope: "row", class: style}, value) : element("td", {class: style}, value);
+    const heading = headings[index].replace("#", "");
+    const style = headings[index] === heading ? null : "number";
+    return index === 0 ? element("th", {scope: "row", class: style, "data-heading": heading}, value)
+      : element("td", {class: style, "data-heading": heading}, value);
   };
-  const box = element("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": label},
+  return element("div", {class: stack ? "scroll stack" : "scroll", tabindex: "0", role: "region", "aria-label": label},
     element("table", {},
       element("thead", {}, element("tr", {}, ...headings.map((heading) => element(
         "th", {scope: "col", class: heading.startsWith("#") ? "number" : null}, heading.replace("#", ""))))),
       element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map(cell))))));
-  return box;
 }
 
 function onResize(box, draw) {

@@ -58,9 +58,13 @@ function heatmap(part, format, label) {
     row.counts.forEach((count, index) => {
       found[Math.min(range.count - 1, Math.max(0, row.low + index - range.low))] += count;
     });
-    return {zeros: row.zeros / row.numel, bins: found.map((count) => count / row.numel), bad: (row.infs + row.nans) / row.numel};
+    const flushed = row.flushed || 0;
+    return {zeros: (row.zeros - flushed) / row.numel, flushed: flushed / row.numel,
+      bins: found.map((count) => count / row.numel), bad: (row.infs + row.nans) / row.numel};
   }
   const contents = rows.map(content);
+  // What is darkest: the fullest cell of all.
+  const most = Math.max(1e-9, ...contents.map((each) => Math.max(each.zeros, each.flushed, each.bad, ...each.bins)));
 
   function tell(row, index) {
     const {name, zeros, flushed, numel, infs, nans} = rows[row];
@@ -105,7 +109,7 @@ function heatmap(part, format, label) {
     const limits = [
       [format.smallest, wide ? `smallest: ${size(format.smallest)}` : size(format.smallest)],
       [format.normal, wide ? `all digits from ${size(format.normal)}` : size(format.normal)],
-      [format.largest + 1, wide ? `largest: ${short(format.max)}` : short(format.max)],
+      [format.largest + 1, wide ? `largest: ${String(Number(format.max.toPrecision(6)))}` : String(Number(format.max.toPrecision(6)))],
     ];
     for (const [exponent, text] of limits) {
       if (exponent < range.low || exponent > range.high) continue;
@@ -120,10 +124,11 @@ function heatmap(part, format, label) {
     for (let exponent = Math.ceil(range.low / step) * step; exponent <= range.high; exponent += step) {
       svg.append(shape("text", {x: line(exponent) + cell / 2, y: foot() + 18, "text-anchor": "middle"}, power(exponent)));
     }
-    const middle = (column(0) + column(range.count - 1) + cell) / 2;
-    svg.append(shape("text", {class: "strong", x: middle, y: foot() + 38, "text-anchor": "middle"},
-      width >= 560 ? "\u2190 smaller     size of a value: each column is twice the one before     larger \u2192"
-        : "\u2190 smaller   size of a value   larger \u2192"));
+    const [from, to] = [column(0), column(range.count - 1) + cell];
+    const words = width >= 700 ? "size of a value: each column is twice the one before" : "size of a value";
+    svg.append(shape("text", {class: "strong", x: from, y: foot() + 38}, "\u2190 smaller"),
+      shape("text", {class: "strong", x: (from + to) / 2, y: foot() + 38, "text-anchor": "middle"}, words),
+      shape("text", {class: "strong", x: to, y: foot() + 38, "text-anchor": "end"}, "larger \u2192"));
   }
 
   function draw() {
@@ -131,29 +136,31 @@ function heatmap(part, format, label) {
     const narrow = width < 560;
     left = narrow ? 0 : Math.min(250, Math.max(...rows.map((row) => row.name.length)) * 7.1 + 12);
     cell = (width - left) / cells;
-    strip = narrow ? 12 : 16;
-    rowHeight = narrow ? 30 : 19;
+    strip = narrow ? 13 : 16;
+    rowHeight = narrow ? 33 : 19;
     top = 62;
     svg = shape("svg", {viewBox: `0 0 ${width} ${foot() + 46}`, height: foot() + 46, "aria-hidden": "true"});
-    rows.forEach((row, index) => {
-      const py = top + index * rowHeight + (narrow ? 15 : 1);
-      const name = shape("text", {class: "label", x: narrow ? 0 : left - 10, y: narrow ? py - 4 : py + 12,
-        "text-anchor": narrow ? "start" : "end"}, fitted(row.name, Math.floor((narrow ? width : left - 10) / 7.1)));
-      name.append(shape("title", {}, row.name));
-      svg.append(name);
-      svg.append(shape("rect", {class: "zero", "fill-opacity": 0.07, x: column(0), y: py, width: range.count * cell, height: strip}));
-      const paint = (at, part_, style) => {
-        if (!part_) return;
-        svg.append(shape("rect", {class: style, "fill-opacity": (0.16 + 0.84 * Math.sqrt(part_)).toFixed(3),
-          x: column(at).toFixed(2), y: py, width: (breadth(at) - 0.6).toFixed(2), height: strip}));
+    const line_of = (index) => top + index * rowHeight + (narrow ? 15 : 1);
+    contents.forEach((content_, index) => {
+      const py = line_of(index);
+      const paint = (x, breadth_, part_, style) => {
+        if (part_) svg.append(shape("rect", {class: style, "fill-opacity": (0.15 + 0.85 * Math.sqrt(part_ / most)).toFixed(3),
+          x: x.toFixed(2), y: py, width: (breadth_ - 0.6).toFixed(2), height: strip}));
       };
-      paint(-1, contents[index].zeros, "zero");
-      contents[index].bins.forEach((part_, at) => paint(at, part_, zone(range.low + at, format)));
-      paint(range.count, contents[index].bad, "over");
+      svg.append(shape("rect", {class: "zero", "fill-opacity": 0.07, x: column(0), y: py, width: range.count * cell, height: strip}));
+      paint(column(-1), cell, content_.zeros, "zero");
+      paint(column(-1) + cell, cell, content_.flushed, "lost");
+      content_.bins.forEach((part_, at) => paint(column(at), cell, part_, zone(range.low + at, format)));
+      paint(column(range.count), 2 * cell, content_.bad, "over");
     });
     drawZones();
     drawLimits();
     drawAxis();
+    rows.forEach((row, index) => {
+      const py = line_of(index);
+      svg.append(shape("text", {class: "label", x: narrow ? 0 : left - 10, y: narrow ? py - 4 : py + 12,
+        "text-anchor": narrow ? "start" : "end"}, shape("title", {}, row.name), fitted(row.name, Math.floor((narrow ? width : left - 10) / 7.1))));
+    });
     box.replaceChildren(svg);
     if (cursor) select(...cursor);
   }
@@ -191,8 +198,8 @@ function heatmapKey(format) {
     ["lost", `lost: below the smallest ${format.name} (${size(format.smallest)}), becomes 0`],
     ["imprecise", `fewer digits: below ${size(format.normal)}`],
     ["fits", `fits in ${format.name}`],
-    ["over", `overflow: above the largest ${format.name} (${short(format.max)}), becomes infinite`],
-    ["zero", "0: values that are exactly zero"],
+    ["over", `overflow: above the largest ${format.name} (${String(Number(format.max.toPrecision(6)))}), becomes infinite`],
+    ["zero", `0: exactly zero (red beside it: zero only because ${format.name} could not hold it)`],
   ];
   return element("ul", {class: "key"}, ...entries.map(([style, words]) => element("li", {},
     element("span", {class: "swatch " + style, "aria-hidden": "true"}), words)));

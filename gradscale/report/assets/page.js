@@ -64,7 +64,7 @@ function skips(data) {
     }
     section.append(table(["#step", "#scale", "why", "which gradients were not finite"],
       run.skips.slice(-300).reverse().map(([step, scale, why, who]) => [whole(step), pretty(scale), why, element("span", {class: "name"}, who || "not recorded")]),
-      "Skipped steps, the last one first"));
+      "Skipped steps, the last one first", true));
     if (run.skips.length > 300) section.append(element("p", {class: "quiet small"}, "The table has the last 300."));
   }
   return section;
@@ -90,7 +90,7 @@ function layerTable(part) {
     bar.children[1].style.width = `${row.imprecise * 100}%`;
     return [element("span", {class: "name"}, row.name), bar, share(row.lost), share(row.imprecise), share(row.overflowed + row.nan)];
   });
-  return table(["layer", "lost and imprecise", "#lost", "#fewer digits", "#not finite"], rows, "Underflow by layer, the worst first");
+  return table(["layer", "lost and imprecise", "#lost", "#fewer digits", "#not finite"], rows, "Underflow by layer, the worst first", true);
 }
 
 function layers(data) {
@@ -123,7 +123,7 @@ function layers(data) {
     const some = part.rows.length < part.all ? ` Shown are ${part.rows.length} of ${part.all} layers, those that lose most.` : "";
     const broke = sample.first ? element("p", {}, "First not finite at this step: ", element("span", {class: "name"}, sample.first[0]), `, in the ${sample.first[1]} pass.`) : "";
     picture.replaceChildren(
-      element("p", {class: "quiet small"}, `Each row is a layer, each column values of one size, from tiny (left) to huge (right); the darker, the more of them. ` +
+      element("p", {class: "quiet small"}, `Each row is a layer, each column values of one size, from tiny (left) to huge (right); the stronger the colour, the more of them. ` +
         `What lies between the lines \u201call digits\u201d and \u201clargest\u201d is safe.${scaled}${some}`),
       heatmapKey(sample.format), broke, heatmap(part, sample.format, `${data.kinds[kind]} at step ${sample.step}`));
     below.replaceChildren(element("h3", {}, "Underflow by layer"), element("p", {class: "quiet small"},
