@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.monitor import Event
-from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy, policy_or_settings
-from gradscale.torch import torch_names, torch_scaler
+from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
+from gradscale.torch import construction, torch_names, torch_scaler
 from gradscale.torch.compile import ops
 from gradscale.torch.compile.graph_breaks import outside
 from gradscale.torch.compile.handles import ScalerHandle
@@ -122,9 +122,8 @@ class GradScaler(torch.amp.GradScaler):
             max_scale=max_scale,
             exact=False,
         )
-        self._device = device
-        self._enabled = enabled
-        moves = policy_or_settings(policy, rule, format)
+        self._device, self._enabled = device, enabled
+        moves = construction.policy_of(policy, rule, format)
         self._state = ScaleState(moves, format_of(moves, format))
         self._pipeline = Pipeline(
             self._state,
@@ -134,6 +133,7 @@ class GradScaler(torch.amp.GradScaler):
             underflow_every=underflow_every,
         )
         self._handle = ScalerHandle(self)
+        construction.announce(self)
 
     from_torch: Any = classmethod(torch_scaler.from_torch)
     log_to = _eager(log_to)
