@@ -27,14 +27,8 @@ from gradscale.cli.info import gather
 from gradscale.cli.launch import Script
 from gradscale.errors import SettingError, StateError
 from gradscale.policy import as_policy
-from gradscale.report import (
-    compare as compare_runs,
-)
-from gradscale.report import (
-    comparison_page,
-    report_page,
-    summarise,
-)
+from gradscale.report import compare as compare_runs
+from gradscale.report import comparison_page, report_page, summarise
 from gradscale.report.layers import underflow_by_layer
 from gradscale.runlog import Run, read
 
@@ -303,13 +297,11 @@ def compare(
     console.print(f"Page: {escape(str(html))}", soft_wrap=True)
 
 
-@app.command(
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
-)
+@app.command(context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
     command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="As after `python`.")
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="As after `python`.")
     ],
     module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is the name of a module, as in `python -m`.")

@@ -77,7 +77,11 @@ def imported_by_a_library() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-        if name.split(".")[0] != "importlib" and name != __name__ and not file.startswith("<frozen"):
+        if (
+            name.split(".")[0] != "importlib"
+            and name != __name__
+            and not file.startswith("<frozen")
+        ):
             return any(folder in file for folder in LIBRARIES)
         frame = frame.f_back
     return False

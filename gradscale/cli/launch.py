@@ -42,6 +42,12 @@ class Script(NamedTuple):
 
     def start(self) -> None:
         """Runs the script; returns when it has ended. Its exceptions come through."""
+        name = self.command[0]
+        if not self.module and not os.path.exists(name):
+            sys.stderr.write(
+                f"gradscale run: can't open file {os.path.abspath(name)!r}: no such file\n"
+            )
+            sys.exit(2)
         recorder = Recorder(self)
         # What is registered first is called last: after what the script and the logs have to do.
         atexit.register(recorder.finish)
@@ -78,9 +84,14 @@ class Recorder:
 
     def on_torch(self) -> None:
         """Puts our scaler in place of torch's, which has just been imported."""
+        from gradscale.torch.construction import measure_more
         from gradscale.torch.replacement import replace
 
-        self._replaced.enter_context(replace(policy=self._script.policy, on_new=self.take))
+        def take(scaler: Any) -> None:
+            measure_more(scaler)
+            self.take(scaler)
+
+        self._replaced.enter_context(replace(policy=self._script.policy, on_new=take))
 
     def on_apex(self) -> ModuleType:
         """The module `apex`, ours."""
@@ -141,13 +152,10 @@ def run_script(command: Sequence[str], module: bool) -> None:
             sys.path[0] = os.getcwd()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
-    if not os.path.exists(name):
-        sys.stderr.write(f"gradscale run: can't open file {os.path.abspath(name)!r}: no such file\n")
-        sys.exit(2)
     if os.path.isdir(name) or zipfile.is_zipfile(name) or name.endswith(".pyc"):
         if not safe:
             del sys.path[0]  # run_path() puts a folder there itself
-        runpy.run_path(name, run_name="__main__")
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
         return
     if not safe:
         sys.path[0] = os.path.dirname(os.path.realpath(name))
@@ -159,6 +167,8 @@ def run_script(command: Sequence[str], module: bool) -> None:
     vars(main).update(
         __file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __spec__=None
     )
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     with io.open_code(path) as file:
         text = file.read()
     sys.modules["__main__"] = main

@@ -1,7 +1,7 @@
 """The panel of `gradscale run`: two lines at the bottom of the terminal while a script trains.
 
-The script goes on to write to the terminal as it likes, progress bars included. So the two lines are
-not part of what scrolls: the terminal is told to scroll only the lines above them.
+The script goes on to write to the terminal as it likes, progress bars included. So the two lines
+are not part of what scrolls: the terminal scrolls only the lines above them.
 """
 
 from __future__ import annotations

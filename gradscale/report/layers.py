@@ -72,7 +72,9 @@ def shares_of(tensor: TensorSample, limits: Range) -> Shares:
         elif exponent > limits.largest:
             above += count
     whole = sum(tensor.counts) + (tensor.flushed or 0) + tensor.infs + tensor.nans
-    return Shares(*(part / whole if whole else 0.0 for part in (lost, imprecise, above, tensor.nans)))
+    return Shares(
+        *(part / whole if whole else 0.0 for part in (lost, imprecise, above, tensor.nans))
+    )
 
 
 def worst(sample: Sample, kind: str, limit: int) -> list[TensorSample]:

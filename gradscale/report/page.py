@@ -23,7 +23,7 @@ from gradscale.monitor.samples import Sample
 from gradscale.report.comparison import Comparison
 from gradscale.report.curves import CURVES, curve, number, step_of, thin
 from gradscale.report.layers import KINDS, chosen, range_of, shares_of, worst
-from gradscale.report.summary import Summary, lines_of_first_rank, skips_of
+from gradscale.report.summary import Skip, Summary, lines_of_first_rank, skips_of
 from gradscale.report.words import cause_of, number_text, scale_text, share_text, title_of
 from gradscale.runlog import Run
 
@@ -70,10 +70,10 @@ def comparison_page(first: Run, second: Run, comparison: Comparison) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """`data` as JSON that can stand in a script element: no tag and no comment can begin in it.
+    r"""`data` as JSON that can stand in a script element: no tag and no comment can begin in it.
 
     >>> embedded({"name": "</script>"})
-    '{"name":"\\\\u003c/script>"}'
+    '{"name":"\\u003c/script>"}'
     """
     text = json.dumps(_cut(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
@@ -135,11 +135,7 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
         "lines": len(lines),
         "skips": [[s.step, scale_text(s.scale), cause_of(s.verdict), _culprits(s)] for s in kept],
         "skipped": len(skips),
-        "events": [
-            [step_of(e), str(e.get("name", "")), scale_text(number(e.get("scale")))]
-            + [str(e.get("loss_id", 0))]
-            for e in events[-EVENTS:]
-        ],
+        "events": [_event(event) for event in events[-EVENTS:]],
         "all_events": len(events),
         "samples": [_sample(sample) for sample in samples],
         "all_samples": len(run.samples),
@@ -147,7 +143,13 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _culprits(skip: Any) -> str:
+def _event(line: Mapping[str, Any]) -> list[Any]:
+    """Step, name, scale and loss of an event."""
+    scale = scale_text(number(line.get("scale")))
+    return [step_of(line), str(line.get("name", "")), scale, str(line.get("loss_id", 0))]
+
+
+def _culprits(skip: Skip) -> str:
     """The parameters that made a step not finite, in words."""
     several = len({rank for _, rank, _, _ in skip.culprits}) > 1
     named = [

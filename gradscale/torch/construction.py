@@ -53,3 +53,14 @@ def announce(scaler: Any) -> None:
     """Calls everybody who waits for new scalers."""
     for listener in tuple(_listeners):
         listener(scaler)
+
+
+def measure_more(scaler: Any, underflow_every: int = 100) -> None:
+    """Has `scaler` measure the headroom of every step, and underflow in every so many.
+
+    torch's loop measures neither, because its rule goes by flags alone. An `underflow_every` that
+    the scaler was given stays.
+    """
+    pipeline = scaler._pipeline
+    pipeline.always_amax = True
+    pipeline.underflow_every = pipeline.underflow_every or underflow_every

@@ -1,13 +1,14 @@
 """A headless Chromium, driven through its DevTools protocol over a pipe: no package is needed.
 
-Chromium reads commands from file descriptor 3 and writes replies and events to 4, each a JSON object
-that ends with a zero byte.
+Chromium reads commands from file descriptor 3 and writes replies and events to 4, each a JSON
+object that ends with a zero byte.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -36,8 +37,6 @@ class Page:
         """Exceptions of scripts, messages of level error, and refusals of the page's policy."""
         self.requests: list[str] = []
         """Addresses that the page asked for, but its own."""
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.send(f"{domain}.enable")
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """The reply to a command."""
@@ -118,8 +117,10 @@ class Browser:
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
         session = attached["sessionId"]
-        self._pages[session] = page = Page.__new__(Page)
-        page.__init__(self, session)  # type: ignore[misc]
+        page = self._pages[session] = Page(self, session)
+        page.send("Page.enable")
+        for domain in ("Runtime", "Log", "Network"):
+            page.send(f"{domain}.enable")
         return page
 
     def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
@@ -162,11 +163,18 @@ def chromium(profile: Path) -> Iterator[Browser]:
     replies, theirs_out = os.pipe()
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     quiet = ["--disable-background-networking", "--no-first-run", "--disable-dev-shm-usage"]
-    # A shell puts the two ends at the numbers that Chromium wants.
-    command = ["sh", "-c", f'exec "$@" 3<&{theirs} 4>&{theirs_out}', "sh", path, *flags, *quiet]
+
+    def place() -> None:
+        # Away from 3 and 4 first: either may be one of the ends already.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs, theirs_out)]
+        for end, number in zip(ends, (3, 4), strict=True):
+            os.dup2(end, number)
+            os.close(end)
+
     process = subprocess.Popen(
-        [*command, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
-        pass_fds=(theirs, theirs_out),
+        [path, *flags, *quiet, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+        preexec_fn=place,
+        close_fds=False,  # what Python opens is closed by exec anyway, but for 3 and 4
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

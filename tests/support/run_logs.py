@@ -10,7 +10,7 @@ from typing import Any
 
 from gradscale.monitor.findings import Finding
 from gradscale.monitor.samples import Sample, TensorSample
-from gradscale.runlog import RunLog, finding_line, sample_line
+from gradscale.runlog import Run, encode, finding_line, rank_file, sample_line
 
 HEADER: dict[str, Any] = {
     "kind": "run",
@@ -22,7 +22,9 @@ HEADER: dict[str, Any] = {
     "time": 1_700_000_000.0,
     "settings": {"policy": "Dynamic()", "format": "float16", "device": "cuda"},
 }
-HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+HOSTILE = (
+    "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+)
 
 
 def layer_names(blocks: int) -> list[str]:
@@ -77,8 +79,7 @@ def write_run(
     """Writes the log of a training into `folder`; returns the folder."""
     draw = random.Random(seed)
     names = [rename(name) for name in layer_names(blocks)]
-    log = RunLog(folder, rank)
-    log.write({**HEADER, "rank": rank})
+    lines: list[dict[str, Any]] = [{**HEADER, "rank": rank}]
     in_a_row, good = 0, 0
     sampled = {1 + i * (steps - 1) // max(samples - 1, 1) for i in range(samples)}
     for step in range(1, steps + 1):
@@ -115,14 +116,35 @@ def write_run(
         if scale != used:
             line["moves"] = [[0, used, scale, 2.0**-14]]
             name = "grow" if scale > used else "backoff"
-            log.write({"kind": "event", "step": step, "name": name, "scale": scale, "loss_id": 0})
-        log.write(line)
+            lines.append(
+                {"kind": "event", "step": step, "name": name, "scale": scale, "loss_id": 0}
+            )
+        lines.append(line)
         if step in sampled:
-            log.write(sample_line(sample(step, names, used, bad)))
+            lines.append(sample_line(sample(step, names, used, bad)))
     if findings:
         lost = "61 % of its gradients are below the smallest normal number at scale 65536."
-        log.write(finding_line(Finding.of("underflow", lost, names[1], step=steps // 2)))
+        lines.append(finding_line(Finding.of("underflow", lost, names[1], step=steps // 2)))
         often = f"{steps // 40} of the last {steps // 8} steps were skipped."
-        log.write(finding_line(Finding.of("skips-too-often", often, step=steps // 3)))
-    log.close()
+        lines.append(finding_line(Finding.of("skips-too-often", often, step=steps // 3)))
+    folder.mkdir(parents=True, exist_ok=True)
+    rank_file(folder, rank).write_bytes(b"".join(map(encode, lines)))
     return folder
+
+
+def named_run(name: str, where: str, layer: str, setting: str) -> Run:
+    """A run of one step whose names are given."""
+    tensors = (tensor(layer, "weight_grad", -20.0, 3.0),)
+    taken = {"applied": False, "verdict": where, "culprits": [[layer, 0, 1, 0]], "scale": 2.0}
+    line = {"kind": "step", "step": 1, "rank": 0, "scale": 1.0, "loss": 2.0, "steps": [taken]}
+    event = {"kind": "event", "step": 1, "rank": 0, "name": name, "scale": 1.0, "loss_id": where}
+    return Run(
+        settings={setting: setting},
+        ranks=[0],
+        steps=[line],
+        events=[event],
+        findings=[Finding("underflow", where, name, layer, 1, 0)],
+        samples=[Sample(1, name, tensors, (layer, where, 0.0, math.inf), ())],
+        skipped_lines=0,
+        headers=[{**HEADER, "engine": name}],
+    )

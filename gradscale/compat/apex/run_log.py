@@ -24,7 +24,9 @@ _logs: weakref.WeakKeyDictionary[Any, PassLog] = weakref.WeakKeyDictionary()
 def log_to(scaler: Any, path: str | os.PathLike[str] | Listener) -> None:
     """Writes what every pass of `scaler` does to the folder `path`, or calls it with each line."""
     # amp is for one process or for DDP's, and a launcher says which of them this is.
-    rank, world = (int(os.environ.get(name, str(n))) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = (
+        int(os.environ.get(name, str(n))) for name, n in (("RANK", 0), ("WORLD_SIZE", 1))
+    )
     if scaler not in _logs:
         _logs[scaler] = PassLog()
     write: Listener = path if callable(path) else RunLog(path, rank).write
@@ -87,7 +89,13 @@ class PassLog:
         }
         record = StepRecord(self._number, after, (Step("pass", applied),), (move,))
         events = [
-            {"kind": "event", "step": e.step, "name": e.name, "scale": e.scale, "loss_id": e.loss_id}
+            {
+                "kind": "event",
+                "step": e.step,
+                "name": e.name,
+                "scale": e.scale,
+                "loss_id": e.loss_id,
+            }
             for e in self._tracker.events(record)
         ]
         found = [finding_line(finding) for finding in self._rules.take(line)]
