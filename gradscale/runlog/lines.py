@@ -67,8 +67,7 @@ def finding_line(finding: Finding) -> dict[str, Any]:
 
 def finding_of(line: Mapping[str, Any]) -> Finding:
     """The finding of a line."""
-    outside = {name: line[name] for name in ("step", "rank") if name in line}
-    return Finding.from_dict({**line["finding"], **outside})
+    return Finding.from_dict({**line, **line["finding"]})
 
 
 def sample_line(sample: Sample) -> dict[str, Any]:
