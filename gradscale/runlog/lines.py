@@ -61,14 +61,16 @@ def decode(text: bytes | str) -> dict[str, Any]:
 def finding_line(finding: Finding) -> dict[str, Any]:
     """The line of `finding`."""
     fields = finding.as_dict()
-    outside = {name: fields.pop(name) for name in ("step", "rank") if name in fields}
-    return {"kind": "finding", **outside, "finding": fields}
+    line: dict[str, Any] = {"kind": "finding"}
+    for name in ("step", "rank"):
+        if name in fields:
+            line[name] = fields.pop(name)
+    return {**line, "finding": fields}
 
 
 def finding_of(line: Mapping[str, Any]) -> Finding:
     """The finding of a line."""
-    outside = {name: line[name] for name in ("step", "rank") if name in line}
-    return Finding.from_dict({**line["finding"], **outside})
+    return Finding.from_dict({**line, **line["finding"]})
 
 
 def sample_line(sample: Sample) -> dict[str, Any]:

@@ -246,7 +246,8 @@ class Monitor:
                     finite = all(step.loss_finite for step in record.steps)
                     self._due.append(partial(self._complain, event, finite, weights))
             if self.stream is not None:
-                self.stream.take(record, source and source.extra, events, weights)
+                extra = None if source is None else source.extra
+                self.stream.take(record, extra, events, weights)
 
     def look_once_more(self) -> None:
         """Writes the lines of the records that have arrived, and calls nobody else."""

@@ -91,7 +91,9 @@ def log_to(
     else:
         raise SettingError(f"path must be a folder or a function, got {type(path).__name__}.")
     if monitor.stream is None:
-        monitor.stream = Stream(scaler._pipeline.passes, monitor.tracker.stuck_after)
+        monitor.stream = Stream(
+            scaler._pipeline.passes, monitor.tracker.stuck_after, rank if world > 1 else None
+        )
         # After that of the log, so before it: what is called last at exit was registered first.
         atexit.register(_look_once_more, weakref.ref(monitor))
     monitor.stream.add(write, log)
@@ -133,7 +135,8 @@ def _look_once_more(ref: weakref.ref[Any]) -> None:
 class Stream:
     """Turns records into lines, for everybody who listens to one scaler."""
 
-    def __init__(self, passes: Any, stuck_after: int) -> None:
+    def __init__(self, passes: Any, stuck_after: int, rank: int | None) -> None:
+        self._rank = rank
         self._passes = weakref.ref(passes)
         self._listeners: list[tuple[Listener, RunLog | None]] = []
         self._rules = RecordRules(stuck_after=stuck_after)
@@ -200,7 +203,7 @@ class Stream:
             text, where = weights_evidence(one.weights), one.weights[0]
             text = text[0].upper() + text[1:]
             found.append(Finding.of("weights-not-finite", text, where, step=number))
-        return lines + [finding_line(finding) for finding in found]
+        return lines + [finding_line(finding._replace(rank=self._rank)) for finding in found]
 
     def _number_of(self, key: Hashable) -> int:
         """The number of an optimizer, or of several that step together."""
@@ -368,7 +371,7 @@ def _headroom(most: float, amax: float) -> float:
 
 def _outcome_of(outcome: StepOutcome, values: Mapping[str, Any]) -> StepOutcome:
     """An outcome of a skipped step with the same values on the host, so that nothing waits."""
-    flags = {
+    flags: dict[str, Any] = {
         name: torch.tensor(bool(values[name]), device="cpu")
         for name in ("finite", "fits", "loss_finite")
     }
