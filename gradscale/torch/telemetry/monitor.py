@@ -68,6 +68,8 @@ class Monitor:
         """The steps since the last `update()`."""
         self.last: Any = None
         """The last step before these."""
+        self.watchers: list[Callable[[], object]] = []
+        """Called at the end of every iteration, before entries forget it."""
         self._listeners: dict[str, list[Callable[[Event], object]]] = {}
         self._records: deque[Record] = deque(maxlen=_KEPT)
         self._replayed: deque[StepRecord] = deque()
