@@ -56,7 +56,8 @@ class Counts:
         numel = -(-values.numel() // step)
         self.numels[row] += numel
         here = self.table[row]
-        if values.dtype in dispatch.DTYPES and dispatch.uses_triton(values.device):
+        small = values.numel() < 2**31  # a kernel takes numbers of 32 bits
+        if small and values.dtype in dispatch.DTYPES and dispatch.uses_triton(values.device):
             dispatch.module("exponents").count(values, here, numel, step)
         else:
             _count(values[::step], here)

@@ -113,8 +113,8 @@ def examine(
         scale = max(scale / 16, 1.0)
     if scales is not None and bad == "":
         scales = (min(scales[0], scale), max(scales[1], scale))
-    rows = [_row(name, subject, narrow, wide, format, scale) for name in subject.modules]
-    rows = [row for row in rows if row is not None]
+    found = [_row(name, subject, narrow, wide, format, scale) for name in subject.modules]
+    rows = [row for row in found if row is not None]
     keep = _to_keep(rows, narrow.sample, format)
     total = _total_error(subject, narrow, wide)
     leaves = [row for row in rows if row.room is not None]

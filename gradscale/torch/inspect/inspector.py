@@ -1,4 +1,4 @@
-"""Inspector: samples of what is inside a model, in iterations far apart, and what is wrong there."""
+"""Inspector: samples of what is inside a model, far apart, and what they show to be wrong."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Inspector:
         return list(self._samples)
 
     def findings(self) -> list[Finding]:
-        """What the samples show to be wrong; nothing in a healthy run. **Waits for the device.**"""
+        """What the samples show to be wrong, nothing in a healthy run; **waits for the device**."""
         return from_samples(self.samples)
 
     def report(self) -> str:

@@ -102,7 +102,7 @@ class ScalerLink:
         return new
 
     def hook_steps(self, at_step: Callable[[Tensor | float], None]) -> list[RemovableHandle]:
-        """Calls `at_step` before every step, with what brings gradients to the scale of the pass."""
+        """Calls `at_step` before every step, with what gives gradients the scale of the pass."""
 
         def before(entry: OptimizerEntry, *_: Any) -> None:
             unscaled = entry.stage is UNSCALED or entry.unscaled_in is not None

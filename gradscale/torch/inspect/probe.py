@@ -188,7 +188,7 @@ class Probe:
         return flat(grad)
 
     def _end_soon(self) -> None:
-        """Ends the pass after the callbacks that DDP and FSDP2 have queued, which copy gradients."""
+        """Ends the pass after the callbacks of DDP and FSDP2, which copy gradients."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     @torch.no_grad()

@@ -127,9 +127,8 @@ class Trail:
         backward = [
             i for i, (event, each) in enumerate(pairs) if event.kind >= GRAD and not each.finite()
         ]
-        harmed = backward or bad_weights
-        harmed = harmed or any(_harms(ranges[place]) for place in self.outputs)
-        if not harmed:
+        outputs = [ranges[place] for place in self.outputs]
+        if not (backward or bad_weights or any(map(_harms, outputs))):
             return None
         for event, each in pairs:
             if event.kind == OUTPUT and not each.finite():

@@ -33,8 +33,8 @@ def _count(values, row, numel, step, BLOCK: tl.constexpr):
         nans += tl.sum((size > 0x7F800000).to(tl.int32), axis=0)
         start += stride
     tl.atomic_add(row + tl.arange(0, 256), found.to(tl.int64))
-    tl.atomic_add(row + 256, zeros.to(tl.int64))
-    tl.atomic_add(row + 257, nans.to(tl.int64))
+    tl.atomic_add(row + 256, tl.cast(zeros, tl.int64))
+    tl.atomic_add(row + 257, tl.cast(nans, tl.int64))
 
 
 def count(values: Tensor, row: Tensor, numel: int, step: int) -> None:
