@@ -63,7 +63,7 @@ RULES = {
     "compat": Rule(BELOW_ENGINES | ENGINES, {"torch", "jax"}),
     "plugins": Rule(
         BELOW_ENGINES | ENGINES,
-        {"torch", "lightning", "accelerate", "transformers", "tensorboard", "wandb"},
+        {"torch", "lightning", "accelerate", "transformers"},
     ),
     "report": Rule(FACTS | {"monitor", "runlog", "__init__"}, {"plotly"}),
     "simulate": Rule(FACTS | {"policy", "__init__"}, {"numpy"}),

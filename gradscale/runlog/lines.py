@@ -25,10 +25,12 @@ _NUMBERS = ("time", "scale", "loss", "grad_norm", "amax", "headroom", "underflow
 
 def encode(line: Mapping[str, Any]) -> bytes:
     """`line` as one line of JSON in ASCII, with its newline."""
+    # These come first, so that a line can be recognised without decoding it.
+    ordered = {name: line[name] for name in ("kind", "step") if name in line} | dict(line)
     try:
-        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(ordered, allow_nan=False, separators=(",", ":"))
     except ValueError:  # some number is not finite, which is rare
-        text = json.dumps(_spelled(line), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(_spelled(ordered), allow_nan=False, separators=(",", ":"))
     return text.encode("ascii") + b"\n"
 
 
@@ -65,8 +67,7 @@ def finding_line(finding: Finding) -> dict[str, Any]:
 
 def finding_of(line: Mapping[str, Any]) -> Finding:
     """The finding of a line."""
-    outside = {name: line[name] for name in ("step", "rank") if name in line}
-    return Finding.from_dict({**line["finding"], **outside})
+    return Finding.from_dict({**line, **line["finding"]})
 
 
 def sample_line(sample: Sample) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradscale.errors import StateError, caller_level
-from gradscale.monitor.findings import Finding
+from gradscale.monitor.findings import Finding, merged
 from gradscale.monitor.samples import Sample
 from gradscale.runlog.lines import VERSION, decode, finding_of, sample_of
 
@@ -28,6 +28,7 @@ class Run(NamedTuple):
     events: list[dict[str, Any]]
     """Lines of kind "event", each with its "rank"."""
     findings: list[Finding]
+    """What several ranks have found is here once, without a rank."""
     samples: list[Sample]
     skipped_lines: int
     """Lines that could not be read."""
@@ -60,7 +61,11 @@ def read(path: str | os.PathLike[str]) -> Run:
         ranks=[part.ranks[0] for part in parts],
         steps=_in_order([line for part in parts for line in part.steps]),
         events=_in_order([line for part in parts for line in part.events]),
-        findings=[finding for part in parts for finding in part.findings],
+        findings=merged(
+            finding._replace(rank=part.ranks[0] if len(parts) > 1 else None)
+            for part in parts
+            for finding in part.findings
+        ),
         samples=sorted((s for part in parts for s in part.samples), key=lambda s: s.step),
         skipped_lines=skipped,
         headers=headers,
@@ -134,8 +139,7 @@ def _read_rank(file: Path, rank: int) -> Run:
             elif kind == "event":
                 run.events.append({**line, "rank": rank})
             elif kind == "finding":
-                found = finding_of(line)
-                run.findings.append(found._replace(rank=rank) if found.rank is None else found)
+                run.findings.append(finding_of(line))
             elif kind == "sample":
                 run.samples.append(sample_of(line))
         except (TypeError, KeyError):

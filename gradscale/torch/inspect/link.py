@@ -117,10 +117,10 @@ class ScalerLink:
 
     def keeps_log(self) -> bool:
         """Whether the scaler keeps a log of the run."""
-        return getattr(self._pipeline.monitor, "run_log", None) is not None
+        return self._pipeline.monitor.stream is not None
 
     def write(self, line: dict[str, Any]) -> None:
         """Adds a line to the log of the run, if the scaler keeps one."""
-        log = getattr(self._pipeline.monitor, "run_log", None)
-        if log is not None:
-            log.write(line)
+        stream = self._pipeline.monitor.stream
+        if stream is not None:
+            stream.write(line)
