@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from gradscale.formats import format_named
+from gradscale.monitor.diagnosis import DISTANT
 from gradscale.monitor.findings import KINDS, Finding
 from gradscale.monitor.samples import ACTIVATION, WEIGHT_GRAD, Sample, TensorSample
 
@@ -84,7 +86,12 @@ def _forward(runs: Sequence[Sample]) -> Iterable[Finding]:
         remedy = KINDS["forward-overflow"]
         if not math.isnan(low):
             text += f"; its inputs lie between {low:.4g} and {high:.4g}"
-            if max(abs(low), abs(high)) < 16:
+            large = sample.fact("weights_large")
+            mine = [size for name, size in large.items() if _in(name, where)]
+            if mine:
+                text += f", and its weights reach {max(mine):.4g}"
+                remedy = f"Lower the learning rate, or initialise smaller weights. {remedy}"
+            elif max(abs(low), abs(high)) < 16:
                 # exp() of less than 11 fits into float16, and so do sums of thousands of these.
                 remedy = (
                     "Look for a division by zero, a logarithm of zero or a row that is masked as a "
@@ -108,19 +115,25 @@ def _backward(runs: Sequence[Sample]) -> Iterable[Finding]:
         f"{infs} gradients were infinite and {nans} NaN, "
     )
     step = last[0].step
-    if infs == 0 and where == "":
-        text += "and those of the model's outputs were the first: the loss or its targets."
+    if all(sample.fact("loss_finite").get("") == 0.0 for sample in last):
+        text = (
+            f"In the last {len(last)} samples the loss was not finite, though everything in the "
+            "model was: look at what comes after it, the targets and the format of the loss."
+        )
         yield Finding.of("loss-not-finite", text, step=step)
-    elif infs == 0:
-        text += "and those that this module computes were the first."
-        yield Finding.of("nan-at-any-scale", text, where, step=step)
-    else:
-        text += "and those that this module computes were the first."
-        yield Finding.of("scale-too-high", text, where, step=step)
+        return
+    text += f"and those {'that this module computes' if where else 'of the outputs'} were the first."
+    most = math.ldexp(format_named(last[-1].format).max, -DISTANT)
+    given = [max(abs(f[2]), abs(f[3])) for f in firsts if f]
+    far = bool(where) and all(each < most for each in given)  # false if one is NaN
+    kind = "nan-at-any-scale" if far or not infs else "scale-too-high"
+    yield Finding.of(kind, text, where, step=step)
 
 
 def _underflow(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:
     """Modules whose gradients are too small for the format at this scale."""
+    # While steps are skipped the scale falls, and what underflows then is not what is wrong.
+    runs = [sample for sample in runs if sample.fact("applied").get("", 1.0)]
     shares: dict[str, float] = {}
     texts: dict[str, str] = {}
     modules: set[str] = set()
@@ -153,7 +166,14 @@ def _underflow(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Fi
             )
     last = (runs or replays)[-1:]
     step = last[0].step if last else None
-    yield from _named("underflow", texts, shares, len(modules), step)
+    grouped: dict[str, str] = {}
+    for module in sorted(texts, key=lambda each: -shares[each]):
+        where = _outermost(module, list(texts), modules)
+        text = texts[module] if where == module else f"In {module}: {texts[module]}"
+        grouped.setdefault(where, text)
+        shares.setdefault(where, shares[module])
+    total = len({_outermost(module, list(texts), modules) for module in modules})
+    yield from _named("underflow", grouped, shares, total, step)
 
 
 def _is_subnormal(sample: Sample, tensor: TensorSample) -> bool:
@@ -184,13 +204,15 @@ def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding
     for name in dead:
         where = _outermost(name, dead, known)
         all_none = all(n in s.fact("no_grad") for s in trained for n in dead if _in(n, where))
+        if where == name and not all_none:
+            continue  # a bias that cancels, as in the difference of two outputs
         what = "no gradient" if all_none else "no gradient other than zero"
         texts.setdefault(where, f"It had {what} in any of {len(trained)} samples.")
     yield from _named("dead-gradient", texts, {}, len(known), trained[0].step)
 
 
 def _outermost(name: str, dead: Sequence[str], known: Iterable[str]) -> str:
-    """The outermost module of which all parameters are dead; else the parameter."""
+    """The outermost module of which all that is `known` is `dead`; else `name`."""
     best = name
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):

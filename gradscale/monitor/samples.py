@@ -85,9 +85,9 @@ class Sample(NamedTuple):
     """The narrowest format that activations had."""
     tensors: tuple[TensorSample, ...] = ()
     first_nonfinite: tuple[str, str, float, float] | None = None
-    """The module at which a value that is not finite first appeared, "forward", "backward" or
-    "data" (what the model was given), and the smallest and the largest of its inputs (backward: of
-    the gradients that it was given). Only if it reached an output of the model or a gradient."""
+    """The module at which a value that is not finite first appeared, "forward" or
+    "backward", and the smallest and the largest of its inputs (backward: of
+    the gradients that it was given). Only if it reached an output of the model or the gradient of a weight."""
     facts: tuple[tuple[str, str, float], ...] = ()
     """(fact, where, number), see `FACTS`."""
 
@@ -107,10 +107,12 @@ class Sample(NamedTuple):
 FACTS = {
     "applied": "1: the step of this iteration was applied, 0: it was skipped",
     "scale": "the scale of the gradients",
+    "loss_finite": "1: the loss was finite, 0: it was not",
     "no_grad": "1: the parameter had no gradient in this iteration, though others had one",
     "update_lost": "share of the weights with a gradient that the step left as they were",
     "weights_spoilt": "1: weights of the parameter were not finite before the iteration",
     "weights_nonfinite": "1: weights of the parameter are not finite after the step",
+    "weights_large": "the largest weight, if it is more than float16 can hold",
     "data_nonfinite": "1: the model was given values that are not finite",
     "leftover": "largest gradient that an earlier step had used, to which this iteration added",
     "norm_made": "2-norm of the scaled gradients after the last backward pass",

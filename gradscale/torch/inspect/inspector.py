@@ -28,6 +28,8 @@ from gradscale.torch.inspect.weights import Numbers, Weights
 
 KEPT = 1000
 """Samples that are kept."""
+_RECENT = 16
+"""Samples from which findings are made for the log of the run."""
 _PATIENCE = 8
 """Iterations that a sample waits for a backward pass: in a GAN, another model may have its turn."""
 _SOONER = 10
@@ -111,7 +113,15 @@ class Inspector:
         weakref.finalize(self, self._window.close)
 
     def close(self) -> None:
-        """Removes every hook and stops following the scaler; samples can still be read."""
+        """Removes every hook, stops following the scaler, and writes what is due to its log.
+
+        Samples can still be read. **Waits for the device.**
+        """
+        self._stop()
+        self._collect(wait=True)
+
+    def _stop(self) -> None:
+        """Removes every hook, and stops following the scaler."""
         self._closed = True
         window, self._window = self._window, None
         if window is not None:
@@ -123,7 +133,10 @@ class Inspector:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if error[0] is None:
+            self.close()
+        else:  # the device may be what has failed
+            self._stop()
 
     def replay(self, closure: Callable[[], Tensor]) -> Sample:
         """A sample in which zeros that underflow has made are distinguished from true ones.
@@ -175,7 +188,8 @@ class Inspector:
         if self._link is None or not self._link.keeps_log():
             return
         self._link.write(sample_line(sample))
-        for finding in from_samples(list(self._samples)):
+        # Few, because this is in the training loop.
+        for finding in from_samples(list(self._samples)[-_RECENT:]):
             if (finding.kind, finding.where) not in self._written:
                 self._written.add((finding.kind, finding.where))
                 self._link.write(finding_line(finding))

@@ -87,6 +87,7 @@ class ScalerLink:
         outcome = monitor.outcome()
         if outcome is not None:
             found["applied", ""] = outcome.applied
+            found["loss_finite", ""] = outcome.loss_finite
             if outcome.grad_norm is not None:
                 found["grad_norm", ""] = outcome.grad_norm * scale.to(outcome.grad_norm.device)
         steps = self._pipeline.state.counters.steps

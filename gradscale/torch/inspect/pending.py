@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradscale.formats import FLOAT16
 from gradscale.monitor.samples import (
     ACTIVATION_GRAD,
     WEIGHT_GRAD,
@@ -20,6 +21,8 @@ from gradscale.torch.inspect.weights import Numbers
 from gradscale.torch.telemetry.transport import Sent
 
 _SIZES = {"weights_before": "weights_spoilt", "weights_after": "weights_nonfinite"}
+LARGE = FLOAT16.max
+"""The weights that are reported for their size."""
 FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -124,6 +127,8 @@ def _facts(numbers: dict[tuple[str, str], float]) -> list[tuple[str, str, float]
         if fact in _SIZES:
             if not math.isfinite(number):
                 facts.append((_SIZES[fact], where, 1.0))
+            elif fact == "weights_before" and number > LARGE:
+                facts.append(("weights_large", where, number))
         elif fact == "update_lost":
             if numbers["updates", where] > 0:
                 facts.append((fact, where, number))

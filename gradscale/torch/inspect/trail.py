@@ -116,7 +116,8 @@ class Trail:
     ) -> tuple[str, str, float, float] | None:
         """Where the first value that is not finite appeared, and the range of what was put in.
 
-        None unless it did harm: an infinity that stays inside, as in a mask, does none.
+        None unless it did harm, to a gradient of a weight or an output of the model: an infinity
+        that stays inside, as in a mask, or that a ReLU takes out again, does none.
 
         Args:
             ranges: Those of all events.
@@ -128,7 +129,7 @@ class Trail:
             i for i, (event, each) in enumerate(pairs) if event.kind >= GRAD and not each.finite()
         ]
         outputs = [ranges[place] for place in self.outputs]
-        if not (backward or bad_weights or any(map(_harms, outputs))):
+        if not (bad_weights or any(map(_harms, outputs))):
             return None
         for event, each in pairs:
             if event.kind == OUTPUT and not each.finite():
