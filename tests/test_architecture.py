@@ -109,6 +109,7 @@ TORCH_RULES: dict[str, Set[str]] = {
     "optim": {"features", "grads", "step.contract", "compile.handles"},
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
     "blocks": {"features", "grads"},
+    "inspect": {"features", "grads", "mixed_precision", "optim", "scaler", "step", "telemetry"},
     "checkpoint": {"scaler", "step"},
     "drop_in": {"scaler", "distributed.fsdp_scaler"},
     "replacement": {"construction", "drop_in"},

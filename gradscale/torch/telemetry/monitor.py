@@ -70,6 +70,8 @@ class Monitor:
         """The steps since the last `update()`."""
         self.last: Any = None
         """The last step before these."""
+        self.watchers: list[Callable[[], object]] = []
+        """Called at the end of every iteration, before entries forget it."""
         self.stream: Stream | None = None
         """What writes a line for every record, where there is a log."""
         self._listeners: dict[str, list[Callable[[Event], object]]] = {}

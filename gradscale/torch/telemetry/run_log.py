@@ -182,6 +182,11 @@ class Stream:
             if log is not None:
                 log.flush()
 
+    def write(self, line: dict[str, Any]) -> None:
+        """Hands on a line that is not of a record."""
+        for write, _ in self._listeners:
+            write(line)
+
     def close(self) -> None:
         """Closes the files."""
         for _, log in self._listeners:
