@@ -95,10 +95,9 @@ class Recorder:
 
     def on_apex(self) -> ModuleType:
         """The module `apex`, ours."""
-        from gradscale.compat.apex import install
-        from gradscale.compat.apex.loss_scaler import LossScaler
+        from gradscale.compat.apex import install, run_log
 
-        LossScaler.on_new = self.take
+        run_log.on_first = self.take
         return install()
 
     def take(self, scaler: Any) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscale.report.curves import CURVES, optimizer_steps
-from gradscale.report.words import number_text, scale_text, share_text, title_of
+from gradscale.report.words import scale_text, title_of
 
 HEIGHT = 2
 INTERVAL = 0.5
@@ -77,15 +77,15 @@ class Panel:
             return [Text("gradscale: no step yet", style="dim"), Text("")]
         span = self._times[-1] - self._times[0]
         speed = f"{(len(self._times) - 1) / span:.3g} steps/s" if span > 0 else ""
-        skipped = f"skipped {self._skipped:,} of {self._steps:,}"
-        parts = [
+        room = "-" if self._headroom is None else f"{self._headroom:.1f}"
+        parts = [  # 80 columns hold all of it
             f"scale {scale_text(self._scale)}",
-            f"headroom {number_text(self._headroom)}",
-            f"{skipped} ({share_text(self._skipped / self._steps)})",
+            f"headroom {room}",
+            f"skipped {self._skipped:,} of {self._steps:,}",
             speed,
         ]
         first = Text("gradscale  ", style="bold")
-        first.append("   ".join(part for part in parts if part), style="not bold")
+        first.append("  ".join(part for part in parts if part), style="not bold")
         return [first, Text(self._finding or "nothing found so far", style="dim")]
 
     def start(self) -> None:

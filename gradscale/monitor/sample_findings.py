@@ -122,7 +122,9 @@ def _backward(runs: Sequence[Sample]) -> Iterable[Finding]:
         )
         yield Finding.of("loss-not-finite", text, step=step)
         return
-    text += f"and those {'that this module computes' if where else 'of the outputs'} were the first."
+    text += (
+        f"and those {'that this module computes' if where else 'of the outputs'} were the first."
+    )
     most = math.ldexp(format_named(last[-1].format).max, -DISTANT)
     given = [max(abs(f[2]), abs(f[3])) for f in firsts if f]
     far = bool(where) and all(each < most for each in given)  # false if one is NaN

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gradscale.monitor.findings import Finding
-from gradscale.report.curves import curve
+from gradscale.report.curves import curves
 from gradscale.report.summary import Summary, lines_of_first_rank, summarise
 from gradscale.report.words import number_text, scale_text, share_text
 from gradscale.runlog import Run
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
 def compare(first: Run, second: Run, names: tuple[str, str]) -> Comparison:
     """The two runs, which are called `names`, against each other."""
     a, b = summarise(first, names[0]), summarise(second, names[1])
-    losses = [dict(curve(lines_of_first_rank(run), "loss")) for run in (first, second)]
+    losses = [dict(curves(lines_of_first_rank(run))["loss"]) for run in (first, second)]
     common = max(losses[0].keys() & losses[1].keys(), default=None)
     return Comparison(
         first=a,

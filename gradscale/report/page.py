@@ -21,7 +21,7 @@ from gradscale import __version__
 from gradscale.monitor.findings import Finding
 from gradscale.monitor.samples import Sample
 from gradscale.report.comparison import Comparison
-from gradscale.report.curves import CURVES, curve, number, step_of, thin
+from gradscale.report.curves import curves, number, step_of, thin
 from gradscale.report.layers import KINDS, chosen, range_of, shares_of, worst
 from gradscale.report.summary import Skip, Summary, lines_of_first_rank, skips_of
 from gradscale.report.words import cause_of, number_text, scale_text, share_text, title_of
@@ -131,7 +131,7 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
         "name": summary.name,
         "first": summary.first_step,
         "last": summary.last_step,
-        "curves": {name: thin(curve(lines, name)) for name in CURVES},
+        "curves": {name: thin(found) for name, found in curves(lines).items()},
         "lines": len(lines),
         "skips": [[s.step, scale_text(s.scale), cause_of(s.verdict), _culprits(s)] for s in kept],
         "skipped": len(skips),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gradscale.monitor.findings import Finding
-from gradscale.report.curves import curve, median, number, optimizer_steps, step_of
+from gradscale.report.curves import curves, median, number, optimizer_steps, step_of
 from gradscale.runlog import Run
 
 
@@ -69,9 +69,8 @@ def summarise(run: Run, name: str) -> Summary:
     lines = lines_of_first_rank(run)
     skips = skips_of(run)
     numbers = [step_of(line) for line in lines]
-    headroom = [value for _, value in curve(lines, "headroom")]
-    scales = [value for _, value in curve(lines, "scale")]
-    losses = [value for _, value in curve(lines, "loss")]
+    values = {name: [value for _, value in found] for name, found in curves(lines).items()}
+    scales, headroom = values["scale"], values["headroom"]
     times = [t for line in lines if (t := number(line.get("time"))) is not None]
     culprits = Counter(name for skip in skips for name in {each[0] for each in skip.culprits})
     return Summary(
@@ -87,8 +86,8 @@ def summarise(run: Run, name: str) -> Summary:
         median_scale=median(scales),
         median_headroom=median(headroom),
         lowest_headroom=min(headroom, default=None),
-        median_underflow=median(value for _, value in curve(lines, "underflow")),
-        last_loss=losses[-1] if losses else None,
+        median_underflow=median(values["underflow"]),
+        last_loss=values["loss"][-1] if values["loss"] else None,
         seconds=times[-1] - times[0] if len(times) > 1 else None,
         findings=run.findings,
         unreadable_lines=run.skipped_lines,

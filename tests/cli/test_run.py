@@ -324,7 +324,7 @@ def test_the_panel_shows_the_numbers_of_the_log() -> None:
     first, second = (line.plain for line in panel.text())
     assert "scale 2**10" in first
     assert "headroom 2.5" in first
-    assert "skipped 1 of 4 (25.0 %)" in first
+    assert "skipped 1 of 4" in first
     assert second == "nothing found so far"
     found = {"kind": "underflow", "where": "a.b\x1b[2J", "evidence": "Much.", "remedy": ""}
     panel.take({"kind": "finding", "finding": found})
@@ -354,7 +354,10 @@ def test_the_panel_keeps_to_two_lines_of_a_terminal_and_gives_them_back(
         time.sleep(0.1)
         panel.stop()
         panel.stop()
-        text = os.read(master, 65536).decode()
+        end = time.monotonic() + 10
+        text = ""
+        while "\x1b[J" not in text and time.monotonic() < end:
+            text += os.read(master, 65536).decode()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -41,7 +41,9 @@ def test_an_apex_script_gives_the_same_bits_and_a_log(tmp_path: Path) -> None:
     assert done.stdout == plain.stdout
     log = read(tmp_path / "log")
     assert len(log.steps) == 30
-    assert [line["step"] for line in log.steps if not line["steps"][0]["applied"]] == [11]
+    skipped = [line["step"] for line in log.steps if not line["steps"][0]["applied"]]
+    assert skipped == [1, 2, 11]  # float16 cannot hold the first two at a scale of 2**16
+    assert list((tmp_path / "log").iterdir()) == [tmp_path / "log" / "rank-0.jsonl"]
     assert {event["name"] for event in log.events} == {"skip", "backoff", "recover"}
     assert "apex" in log.headers[0]["engine"]
 

@@ -17,7 +17,7 @@ from gradscale.monitor import EXPLANATIONS
 from gradscale.monitor.findings import KINDS, Finding
 from gradscale.monitor.samples import Sample, TensorSample
 from gradscale.report import compare, layers, summarise
-from gradscale.report.curves import curve, median, number, thin
+from gradscale.report.curves import curves, median, number, thin
 from gradscale.report.summary import skips_of
 from gradscale.report.words import CAUSES, TITLES, cause_of, scale_text, share_text, title_of
 from gradscale.runlog import Run, read
@@ -90,8 +90,8 @@ def test_ranks_that_skip_together_count_once_and_all_are_blamed() -> None:
 def test_of_several_optimizers_the_worst_is_shown() -> None:
     line = step(1, headroom=3.0, underflow=0.1)
     line["steps"].append({"applied": True, "headroom": 1.0, "underflow": 0.5})
-    assert curve([line], "headroom") == [(1, 1.0)]
-    assert curve([line], "underflow") == [(1, 0.5)]
+    assert curves([line])["headroom"] == [(1, 1.0)]
+    assert curves([line])["underflow"] == [(1, 0.5)]
 
 
 junk = st.recursive(

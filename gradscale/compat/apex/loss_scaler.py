@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +61,6 @@ class LossScaler:
 
     __slots__ = ("__weakref__", "_has_overflow", "policy", "state")
 
-    on_new: ClassVar[Callable[[Any], object] | None] = None
-    """Called with every new one, by programs that run other people's scripts."""
-
     def __init__(
         self,
         loss_scale: float | str,
@@ -90,8 +87,6 @@ class LossScaler:
         self.state: Any = self.policy.init()
         self._has_overflow = False
         """Whether the last pass overflowed; `update_scale` goes by it."""
-        if LossScaler.on_new is not None:
-            LossScaler.on_new(self)
 
     def log_to(self, path: Any) -> None:
         """Writes what every backward pass does to a folder: see docs/logging.md."""

@@ -19,6 +19,9 @@ Listener = Callable[[dict[str, Any]], object]
 
 _logs: weakref.WeakKeyDictionary[Any, PassLog] = weakref.WeakKeyDictionary()
 """The log of every scale that has one. Not an attribute: scales are copied and pickled."""
+on_first: Callable[[Any], object] | None = None
+"""Called with a scale before its first pass is noted, by programs that run other people's scripts:
+Apex makes scales that nobody uses."""
 
 
 def log_to(scaler: Any, path: str | os.PathLike[str] | Listener) -> None:
@@ -48,6 +51,9 @@ def log_to(scaler: Any, path: str | os.PathLike[str] | Listener) -> None:
 def note(scaler: Any, before: float, finite: bool, fits: bool) -> None:
     """Logs a pass, if `scaler` has a log."""
     log = _logs.get(scaler)
+    if log is None and on_first is not None:
+        log = _logs[scaler] = PassLog()
+        on_first(scaler)
     if log is not None:
         log.note(scaler, before, finite, fits)
 

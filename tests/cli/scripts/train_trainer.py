@@ -20,6 +20,7 @@ trainer = Trainer(
         output_dir=sys.argv[1],
         per_device_train_batch_size=4,
         max_steps=8,
+        max_grad_norm=0.0,  # Accelerate unscales before it clips only where it has asked for fp16
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
