@@ -102,6 +102,14 @@ def test_step_is_read_as_it_was_written(line: dict[str, Any]) -> None:
     assert same(decode(text), line)
 
 
+def test_names_that_spell_numbers_stay_names() -> None:
+    names = ["NaN", "Infinity", "-Infinity"]
+    steps = [{"applied": False, "culprits": [[name, 0, 1, 2]], "amax": math.inf} for name in names]
+    moves = [[name, math.inf, 1.0, 0.0] for name in names]
+    line = {"kind": "step", "step": 1, "steps": steps, "moves": moves, "loss": -math.inf}
+    assert decode(encode(line)) == line
+
+
 @given(SAMPLES, FINDINGS)
 @settings(max_examples=60)
 def test_sample_and_finding_are_read_as_they_were_written(sample: Sample, found: Finding) -> None:
