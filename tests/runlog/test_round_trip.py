@@ -102,6 +102,14 @@ def test_step_is_read_as_it_was_written(line: dict[str, Any]) -> None:
     assert same(decode(text), line)
 
 
+def test_names_that_spell_numbers_stay_names() -> None:
+    names = ["NaN", "Infinity", "-Infinity"]
+    steps = [{"applied": False, "culprits": [[name, 0, 1, 2]], "amax": math.inf} for name in names]
+    moves = [[name, math.inf, 1.0, 0.0] for name in names]
+    line = {"kind": "step", "step": 1, "steps": steps, "moves": moves, "loss": -math.inf}
+    assert decode(encode(line)) == line
+
+
 @given(SAMPLES, FINDINGS)
 @settings(max_examples=60)
 def test_sample_and_finding_are_read_as_they_were_written(sample: Sample, found: Finding) -> None:
@@ -180,13 +188,29 @@ def test_folder_without_a_log_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"step": 1}', '{"kind":"step","loss":NaN}', "{}", '{"kind":"step"}', "x\0"]
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        "x\0",
+        '{"step": 1}',
+        '{"kind":"step"}',
+        '{"kind":"step","loss":NaN}',
+        '{"kind":"step","step":[]}',
+        '{"kind":"event","step":"x"}',
+        '{"kind":"step","step":3,"moves":[1]}',
+        '{"kind":"event","step":null}',
+        '{"kind":"sample","step":1}',
+        '{"kind":"finding","finding":{}}',
+        '{"kind":"run"}',
+    ],
 )
 def test_unreadable_line_is_skipped_and_counted(tmp_path: Path, text: str) -> None:
     write(tmp_path, HEADER, step(1))
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write(text + "\n" + encode(step(2)).decode())
-    with pytest.warns(UserWarning, match=r"^1 lines? of the run log"):
+    with pytest.warns(UserWarning, match=r"^Lines of the run log .* are left out: 1\."):
         run = read(tmp_path)
     assert [line["step"] for line in run.steps] == [1, 2]
     assert run.skipped_lines == 1

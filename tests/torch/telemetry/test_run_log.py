@@ -173,6 +173,21 @@ def test_lines_wait_for_their_values_and_come_in_order(monkeypatch: pytest.Monke
     assert device.early == []
 
 
+def test_record_that_comes_before_its_values_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, there = Net(in_tensors=True), [False]
+    monkeypatch.setattr(run_log.Extra, "arrived", lambda _: there[0])
+    lines = listen(net.scaler)
+    net.step(1.0)
+    net.step(HUGE)
+    assert [line["kind"] for line in lines] == ["run"]
+    assert net.scaler.history[0][2] == "skip"  # others do not wait
+    there[0] = True
+    net.step(1.0)
+    assert [line["step"] for line in steps_of(lines)] == [1, 2, 3]
+
+
 def test_blame_is_the_same_when_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(monkeypatch)
     params = [torch.ones(1, requires_grad=True) for _ in range(3)]
