@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 
 import torch
+from end_to_end import GPT, TINY
 from torch import Tensor, nn
 from torch.nn import functional
-
-from end_to_end import GPT, TINY
 
 LossOf = Callable[[int], Tensor]
 

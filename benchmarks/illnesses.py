@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _patients as models
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,8 +25,6 @@ from torch.nn import functional
 from gradscale.monitor.findings import Finding
 from gradscale.policy import Dynamic, Static
 from gradscale.torch import GradScaler, Inspector
-
-import _patients as models
 
 PAGE = Path(__file__).parents[1] / "docs" / "illnesses.md"
 STEPS, EVERY = 60, 4
@@ -411,9 +410,13 @@ def healthy_lora() -> list[Finding]:
 
 
 ILL = [
-    Case("weights initialised a million times too large", "forward-overflow", "2", bad_initialisation),
+    Case(
+        "weights initialised a million times too large", "forward-overflow", "2", bad_initialisation
+    ),
     Case("a logarithm of zero", "forward-overflow", "2", log_of_zero),
-    Case("activations of 1e5 in one block", "forward-overflow", "blocks.1.widen", large_activations),
+    Case(
+        "activations of 1e5 in one block", "forward-overflow", "blocks.1.widen", large_activations
+    ),
     Case("NaN among the labels", "loss-not-finite", "", nan_label),
     Case("zero_grad() forgotten", "gradients-not-cleared", "", forgotten_zero_grad),
     Case("clipping before unscaling", "clip-before-unscale", "", wrong_clip_order),
@@ -423,15 +426,27 @@ ILL = [
     Case("NaN in the data", "data-not-finite", "", nan_in_data),
     Case("a row of attention that is masked as a whole", "forward-overflow", "mix", masked_row),
     Case("division by a standard deviation of zero", "forward-overflow", "1", zero_std),
-    Case("the gradient of a standard deviation of zero", "nan-at-any-scale", "1", zero_std_backward),
+    Case(
+        "the gradient of a standard deviation of zero", "nan-at-any-scale", "1", zero_std_backward
+    ),
     Case("the gradient of a root of zero", "nan-at-any-scale", "1", root_of_zero),
     Case("an exploding learning rate", "forward-overflow", "0", exploding_learning_rate),
     Case("a scale fixed too high", "scale-too-high", "", scale_too_high),
     Case("a gradient penalty that overflows", "loss-not-finite", "", penalty_overflow),
     Case("a head that the loss does not use", "dead-gradient", "small", unused_parameter),
     Case("a branch that is detached", "dead-gradient", "branch", detached_branch),
-    Case("float16 weights and small steps", "update-lost", "", lambda: half_weights(torch.float16, 1e-5)),
-    Case("bfloat16 weights and small steps", "update-lost", "", lambda: half_weights(torch.bfloat16, 1e-4)),
+    Case(
+        "float16 weights and small steps",
+        "update-lost",
+        "",
+        lambda: half_weights(torch.float16, 1e-5),
+    ),
+    Case(
+        "bfloat16 weights and small steps",
+        "update-lost",
+        "",
+        lambda: half_weights(torch.bfloat16, 1e-4),
+    ),
     Case("a loss summed in float16", "loss-not-finite", "", sum_in_float16),
     Case("exp() of large numbers in a softmax by hand", "forward-overflow", "1", softmax_by_hand),
     Case("losses of very different size", "losses-unbalanced", "", unbalanced_losses),

@@ -87,8 +87,10 @@ def test_any_numbers_are_counted_exactly(numbers: list[float]) -> None:
 DISTRIBUTIONS = {
     "normal": lambda g: torch.randn(20_000, generator=g, dtype=torch.float64),
     "log-normal": lambda g: torch.exp(4 * torch.randn(20_000, generator=g, dtype=torch.float64)),
-    "sparse": lambda g: torch.randn(20_000, generator=g, dtype=torch.float64)
-    * (torch.rand(20_000, generator=g) < 0.1),
+    "sparse": lambda g: (
+        torch.randn(20_000, generator=g, dtype=torch.float64)
+        * (torch.rand(20_000, generator=g) < 0.1)
+    ),
 }
 
 

@@ -78,10 +78,15 @@ def test_hooks_are_there_in_sampled_iterations_alone() -> None:
 def test_nothing_is_left_after_an_exception_or_without_the_inspector() -> None:
     model = mlp()
     scaler = GradScaler("cpu")
-    with pytest.raises(ZeroDivisionError), Inspector(model, scaler):
-        assert hooks(model)
-        model(torch.ones(1, 8))
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with Inspector(model, scaler):
+            assert hooks(model)
+            model(torch.ones(1, 8))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert hooks(model) == 0
     inspector = Inspector(model, scaler)
     assert hooks(model)
@@ -279,7 +284,9 @@ def test_checkpointed_modules_are_counted_once(reentrant: bool) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
-            return checkpoint(self.inner, x, use_reentrant=reentrant) if self.again else self.inner(x)
+            return (
+                checkpoint(self.inner, x, use_reentrant=reentrant) if self.again else self.inner(x)
+            )
 
     samples = []
     x = torch.randn(16, 8)
@@ -450,7 +457,12 @@ def test_ddp_is_looked_into(one_rank: Any) -> None:
     loop = Loop(nn.parallel.DistributedDataParallel(mlp()), every=1)
     loop.step()
     (sample,) = loop.inspector.samples
-    assert {t.name for t in sample.of("weight_grad")} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {t.name for t in sample.of("weight_grad")} == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
     assert sample.of("activation_grad")
 
 
