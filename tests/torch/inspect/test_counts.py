@@ -19,7 +19,7 @@ from gradscale.torch.inspect.counts import (  # noqa: E402
     COLUMNS,
     Counts,
     flat,
-    histogram,
+    histograms,
     step_for,
 )
 
@@ -34,7 +34,7 @@ def counted(values: Tensor, step: int = 1) -> TensorSample:
     table = counts.send().read()
     assert not table[0].any()
     assert not table[2].any()
-    low, bins, zeros, infs, nans = histogram(table[1].tolist(), counts.numels[1])
+    low, bins, zeros, infs, nans = histograms(table, counts.numels)[1]
     return TensorSample("x", "activation", counts.numels[1], low, bins, zeros, None, infs, nans)
 
 
@@ -167,5 +167,5 @@ def test_operations_that_do_not_wait_count_alike(monkeypatch: pytest.MonkeyPatch
     values = (torch.randn(5000) * 2.0 ** torch.randint(-30, 15, (5000,))).half()
     counts = Counts(1, values.device)
     counts.add(0, values.as_subclass(Elsewhere))
-    assert histogram(counts.table[0].tolist(), 5000)[1] == expected(values).counts
+    assert histograms(counts.table, [5000])[0].counts == expected(values).counts
     assert counts.table.shape == (1, COLUMNS)
