@@ -61,8 +61,11 @@ def decode(text: bytes | str) -> dict[str, Any]:
 def finding_line(finding: Finding) -> dict[str, Any]:
     """The line of `finding`."""
     fields = finding.as_dict()
-    outside = {name: fields.pop(name) for name in ("step", "rank") if name in fields}
-    return {"kind": "finding", **outside, "finding": fields}
+    line: dict[str, Any] = {"kind": "finding"}
+    for name in ("step", "rank"):
+        if name in fields:
+            line[name] = fields.pop(name)
+    return {**line, "finding": fields}
 
 
 def finding_of(line: Mapping[str, Any]) -> Finding:

@@ -50,8 +50,8 @@ def read(path: str | os.PathLike[str]) -> Run:
     skipped = sum(part.skipped_lines for part in parts)
     if skipped:
         warnings.warn(
-            f"{skipped} lines of the run log {os.fspath(path)} cannot be read and are left out. "
-            "The last line of a process that was killed is one of them.",
+            f"Lines of the run log {os.fspath(path)} cannot be read and are left out: {skipped}. "
+            "A process that is killed may leave such a line at the end.",
             stacklevel=caller_level(),
         )
     headers = [header for part in parts for header in part.headers]
@@ -130,19 +130,21 @@ def _read_rank(file: Path, rank: int) -> Run:
                 run.headers.append({"rank": rank, **line})
                 continued = True
             elif kind == "step":
-                number = line["step"]
+                number = int(line["step"])
                 # A run that goes on from a checkpoint takes the steps after it once more.
                 if number < last or (continued and number == last):
                     _rewind(run, number)
                 last, continued = number, False
-                run.steps.append({**line, "rank": rank})
+                run.steps.append({**line, "step": number, "rank": rank})
             elif kind == "event":
-                run.events.append({**line, "rank": rank})
+                run.events.append({**line, "step": int(line["step"]), "rank": rank})
             elif kind == "finding":
                 run.findings.append(finding_of(line))
             elif kind == "sample":
                 run.samples.append(sample_of(line))
-        except (TypeError, KeyError):
+        except StateError:
+            raise
+        except (TypeError, KeyError, ValueError, OverflowError):
             skipped += 1
     return run._replace(skipped_lines=skipped, settings=settings)
 

@@ -1,8 +1,8 @@
 """The bound of a run log: which steps it keeps.
 
 A file keeps `max_steps` lines of applied steps. When there are more, only those whose number is a
-multiple of the stride stay, which is doubled until that is at most half of them, and later steps
-are held to the same stride. Skipped steps, events, findings, samples and unknown lines all stay.
+multiple of the stride stay, which is doubled until there is room again, and later steps are held to
+the same stride. Skipped steps, events, findings, samples and unknown lines all stay.
 Every rank keeps the same steps, because it goes by their numbers.
 """
 
@@ -20,6 +20,8 @@ _STEP = re.compile(rb'\{"kind":"step","step":(\d+),')
 of them would keep the interpreter busy for seconds, and these take a tenth of one."""
 _SKIPPED = b'"applied":false'
 """In a name, quotes are escaped, so this is no part of one."""
+_MOST = 2**62
+"""A stride that no step has."""
 _STRIDE = re.compile(rb'\{"kind":"thinned","stride":(\d+)\}')
 
 
@@ -78,17 +80,21 @@ class Thinning:
             os.fsync(new.fileno())  # before it takes the place of a file that is complete
 
     def _next_stride(self) -> tuple[int, int]:
-        """The stride that leaves at most half of the lines, and how many it leaves."""
+        """The stride that makes room for a quarter of the lines, and how many it leaves.
+
+        The old one if no stride does that and leaves a quarter, as where all numbers are the same.
+        """
         powers: Counter[int] = Counter()
         """How many steps have numbers that this power of two, and no higher one, divides."""
         with self._path.open("rb") as stream:
             for text in stream:
                 number = number_of(text)
                 if number is not None:
-                    powers[(number & -number) or 2**62] += 1
-        stride = self._stride
-        while True:
+                    powers[(number & -number) or _MOST] += 1
+        stride, left = self._stride, sum(powers.values())
+        while left > self._max_steps * 3 // 4 and stride < _MOST:
             stride *= 2
             left = sum(count for power, count in powers.items() if power >= stride)
-            if left <= self._max_steps // 2 or stride >= 2**62:
-                return stride, left
+        if left < max(self._max_steps // 4, 1):
+            return self._stride, sum(powers.values())
+        return stride, left

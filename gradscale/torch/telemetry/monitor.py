@@ -242,7 +242,8 @@ class Monitor:
                     event = made._replace(outcome=made.outcome.outcome())
                 for callback in self._listeners.get(event.name, ()):
                     self._due.append(partial(callback, event))
-                if event.name == "stuck" and not (self.on_stuck == "ignore" and not self.stream):
+                asked = self.on_stuck != "ignore" or self.stream is not None
+                if event.name == "stuck" and asked:
                     last = made.outcome or self.last
                     weights = bad_weights(self.names, last.optimizers() if last else ())
                     finite = all(step.loss_finite for step in record.steps)
