@@ -32,8 +32,8 @@ STUCK_SAMPLES = 5
 """Samples in a row in which gradients are not finite. A scale that moves needs a few to fall."""
 LEAST_SCALE, MOST_NORM, ROUND = 256.0, 1000.0, 1e-4
 """A norm of scaled gradients at or below `MOST_NORM`, with two digits to a relative precision of
-`ROUND`, was given to a clipping function. Gradients that are clipped after unscaling have that norm
-times the scale: a power of two from 256 on times a number of two digits is not one itself."""
+`ROUND`, was given to a clipping function, unless the norm of the unscaled ones has two digits as
+well: then that was, which is the right order."""
 MOST_NAMED = 8
 """Findings of one kind; more are one of the whole model."""
 
@@ -286,9 +286,13 @@ def _was_clipped(sample: Sample) -> bool:
     made, used = sample.fact("norm_made").get("", 0.0), sample.fact("norm_used").get("", 0.0)
     if not 0.0 < used <= min(0.999 * made, MOST_NORM) or math.isinf(made):
         return False
-    if sample.fact("scale").get("", 1.0) < LEAST_SCALE:
-        return False
-    return abs(float(f"{used:.1e}") - used) <= ROUND * used
+    scale = sample.fact("scale").get("", 1.0)
+    return scale >= LEAST_SCALE and _is_round(used) and not _is_round(used / scale)
+
+
+def _is_round(number: float) -> bool:
+    """Whether it has two digits, but for rounding."""
+    return abs(float(f"{number:.1e}") - number) <= ROUND * number
 
 
 def _grads(sample: Sample) -> list[TensorSample]:

@@ -85,9 +85,9 @@ class Sample(NamedTuple):
     """The narrowest format that activations had."""
     tensors: tuple[TensorSample, ...] = ()
     first_nonfinite: tuple[str, str, float, float] | None = None
-    """The module at which a value that is not finite first appeared, "forward" or
-    "backward", and the smallest and the largest of its inputs (backward: of
-    the gradients that it was given). Only if it reached an output of the model or the gradient of a weight."""
+    """The module at which a value that is not finite first appeared, "forward" or "backward", and
+    the smallest and the largest of its inputs; backward, of the gradients that it was given; NaN if
+    that is not known. Only if it reached an output of the model or the gradient of a weight."""
     facts: tuple[tuple[str, str, float], ...] = ()
     """(fact, where, number), see `FACTS`."""
 

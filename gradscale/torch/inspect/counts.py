@@ -8,8 +8,8 @@ subnormal float16 numbers have binades of their own; below 2**-126 there is one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,17 +69,22 @@ class Counts:
 
 def _count(values: Tensor, row: Tensor) -> None:
     """Adds the exponents of `values` to `row`, by torch operations, without waiting."""
-    for part in values.split(_CHUNK):
+    for part in values.split(_CHUNK) if len(values) > _CHUNK else (values,):
         size = part.float().view(torch.int32) & 0x7FFFFFFF
         field = (size >> 23).long()
         if part.is_cpu:
-            row[:FIELDS] += torch.bincount(field, minlength=FIELDS)
-        else:  # bincount waits for the device
-            lanes = torch.zeros(_LANES * FIELDS, dtype=torch.int32, device=row.device)
-            lane = torch.arange(len(part), device=row.device) % _LANES
-            one = torch.ones((), dtype=torch.int32, device=row.device)
-            lanes.scatter_add_(0, field + FIELDS * lane, one.expand(len(part)))
-            row[:FIELDS] += lanes.view(_LANES, FIELDS).sum(0)
+            found = torch.bincount(field, minlength=FIELDS)
+            row[:FIELDS] += found
+            row[FIELDS] += len(part) - torch.count_nonzero(size)
+            if found[-1]:
+                row[FIELDS + 1] += torch.count_nonzero(size > 0x7F800000)
+            continue
+        # Elsewhere bincount waits for the device, and so does a look at what it found.
+        lanes = torch.zeros(_LANES * FIELDS, dtype=torch.int32, device=row.device)
+        lane = torch.arange(len(part), device=row.device) % _LANES
+        one = torch.ones((), dtype=torch.int32, device=row.device)
+        lanes.scatter_add_(0, field + FIELDS * lane, one.expand(len(part)))
+        row[:FIELDS] += lanes.view(_LANES, FIELDS).sum(0)
         row[FIELDS] += (size == 0).sum()
         row[FIELDS + 1] += (size > 0x7F800000).sum()
 
@@ -112,17 +117,35 @@ def step_for(tensor: Tensor, most: int) -> int:
     return step
 
 
-def histogram(row: Iterable[int], numel: int) -> tuple[int, tuple[int, ...], int, int, int]:
-    """The exponent of the first bin, the bins, zeros, infinities and NaNs of a `row`.
+class Histogram(NamedTuple):
+    """The elements of one row."""
 
-    >>> histogram([0] * 127 + [2, 0, 1] + [0] * 128, 3)
-    (0, (2, 0, 1), 0, 0, 0)
+    low: int = 0
+    """The exponent of the first bin."""
+    counts: tuple[int, ...] = ()
+    zeros: int = 0
+    infs: int = 0
+    nans: int = 0
+
+
+def histograms(table: Tensor, numels: Sequence[int]) -> list[Histogram]:
+    """What is in every row of a `table` on the host, of so many elements each.
+
+    By operations on the whole table: in Python it takes 0.2 ms for a row.
     """
-    *fields, zeros, nans = row
-    infs = fields.pop() - nans
-    fields[0] -= zeros + (sum(fields) + infs + nans - numel)  # a kernel also counts past the end
-    used = [place for place, number in enumerate(fields) if number]
-    if not used:
-        return 0, (), zeros, infs, nans
-    first, last = used[0], used[-1]
-    return first - BIAS, tuple(fields[first : last + 1]), zeros, infs, nans
+    fields = table[:, :FIELDS].clone()
+    zeros, nans = table[:, FIELDS], table[:, FIELDS + 1]
+    # A kernel also counts what is past the end, as zero.
+    fields[:, 0] -= zeros + fields.sum(1) - torch.tensor(numels, dtype=torch.int64)
+    infs = fields[:, -1] - nans
+    fields[:, -1] = 0
+    used = (fields != 0).int()
+    firsts = used.argmax(1).tolist()
+    ends = (FIELDS - used.flip(1).argmax(1)).tolist()
+    rest = zip(zeros.tolist(), infs.tolist(), nans.tolist(), strict=True)
+    return [
+        Histogram(first - BIAS, tuple(row[first:end].tolist()), *others)
+        if first < end and row[first]
+        else Histogram(0, (), *others)
+        for row, first, end, others in zip(fields, firsts, ends, rest, strict=True)
+    ]

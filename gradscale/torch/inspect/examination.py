@@ -116,7 +116,7 @@ def examine(
     found = [_row(name, subject, narrow, wide, format, scale) for name in subject.modules]
     rows = [row for row in found if row is not None]
     keep = _to_keep(rows, narrow.sample, format)
-    total = _total_error(subject, narrow, wide)
+    total = error(narrow, wide, [(WEIGHT_GRAD, name) for name in subject.params]) or 0.0
     leaves = [row for row in rows if row.room is not None]
     # With a quarter of the modules in float32 little is left of the format.
     advised = wanted.name
@@ -139,7 +139,7 @@ def working_scales(sample: Sample, format: Format) -> tuple[float, float] | None
     allowed = FLUSHED * sum(tensor.nonzero() for tensor in grads)
     tiny = math.frexp(format.smallest_subnormal)[1] - 2
     low = high
-    while sum(t.below(2.0 ** (tiny - low + 1)) for t in grads) <= allowed and low > high - 400:
+    while sum(t.below(2.0 ** (tiny - low)) for t in grads) <= allowed and low > high - 400:
         low -= 1
     low += 1
     return (2.0**low, 2.0**high) if low <= high else None
@@ -188,14 +188,8 @@ def _row(
         None if outputs is None else outputs.headroom(format),
         min(rooms, default=None),
         min(lost / there, 1.0) if there else 0.0,
-        _joined([error(narrow, wide, key) for key in own]),
+        error(narrow, wide, own),
     )
-
-
-def _joined(errors: Sequence[float | None]) -> float | None:
-    """The largest of several errors; NaN counts as infinite."""
-    known = [math.inf if math.isnan(each) else each for each in errors if each is not None]
-    return max(known, default=None)
 
 
 def _to_keep(rows: Sequence[Row], sample: Sample, format: Format) -> list[str]:
@@ -212,22 +206,6 @@ def _to_keep(rows: Sequence[Row], sample: Sample, format: Format) -> list[str]:
     return [
         n for n in names if not any(m != n and m.startswith(f"{n}." if n else "") for m in names)
     ]
-
-
-def _total_error(subject: Subject, narrow: Pass, wide: Pass) -> float:
-    """The largest relative error of the gradients of all weights together, by their norms."""
-    off = size = 0.0
-    ratio = narrow.sample.fact("scale")[""]
-    for name in subject.params:
-        for here, there in zip(
-            narrow.kept.get((WEIGHT_GRAD, name), ()),
-            wide.kept.get((WEIGHT_GRAD, name), ()),
-            strict=False,
-        ):
-            off += float((here.double() / ratio - there.double()).square().sum())
-            size += float(there.double().square().sum())
-    found = math.sqrt(off / size) if size else 0.0
-    return found if math.isfinite(found) else math.inf
 
 
 def _number(value: int | None) -> str:

@@ -154,10 +154,12 @@ class Inspector:
         samples = self.samples
         seen = samples[-1].format if samples else "float32"
         format = seen if seen != "float32" or self._link is None else self._link.format()
-        sample = replay(self._subject, closure, format, scale, self._iteration, self._eager)
+        try:
+            sample = replay(self._subject, closure, format, scale, self._iteration, self._eager)
+        finally:
+            if window is not None:
+                self._open(None)
         self._take(sample)
-        if window is not None:
-            self._open(None)
         return sample
 
     # Results.

@@ -15,7 +15,7 @@ from gradscale.monitor.samples import (
     Sample,
     TensorSample,
 )
-from gradscale.torch.inspect.counts import histogram
+from gradscale.torch.inspect.counts import histograms
 from gradscale.torch.inspect.probe import Probe, Subject
 from gradscale.torch.inspect.weights import Numbers
 from gradscale.torch.telemetry.transport import Sent
@@ -88,17 +88,16 @@ class Pending:
 
     def tensors(self, scale: float) -> tuple[TensorSample, ...]:
         """Every row that has something in it."""
-        tables = [(sent.read().tolist(), numels) for sent, numels in self._counts]
+        tables = [(sent.read(), torch.tensor(numels)) for sent, numels in self._counts]
+        total = sum((table for table, _ in tables), torch.zeros(()).long())
+        numels = sum((each for _, each in tables), torch.zeros(()).long()).tolist()
+        rows = histograms(total, numels) if tables else []
         found = []
         whole = self.format()
         for (kind, name), row in self._subject.rows.items():
-            rows = [(table[row], numels[row]) for table, numels in tables if numels[row]]
-            if not rows:
+            if not rows or not numels[row]:
                 continue
-            numel = sum(number for _, number in rows)
-            low, counts, zeros, infs, nans = histogram(
-                map(sum, zip(*(each for each, _ in rows), strict=True)), numel
-            )
+            low, counts, zeros, infs, nans = rows[row]
             module = self._subject.owner(name) if kind == WEIGHT_GRAD else name
             dtype: Any = self._probe.formats.get(module)
             own = FORMATS.get(dtype, "float32")
@@ -106,7 +105,7 @@ class Pending:
                 TensorSample(
                     name,
                     kind,
-                    numel,
+                    numels[row],
                     low,
                     counts,
                     zeros,

@@ -6,7 +6,8 @@ one of them is the n-th in the other. Of every tensor up to 65,536 elements are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -120,24 +121,22 @@ def flushed(narrow: Pass, wide: Pass, key: Key, zeros: int) -> int:
     return round(zeros * lost / seen) if seen else 0
 
 
-def error(narrow: Pass, wide: Pass, key: Key) -> float | None:
-    """The relative error, in the 2-norm, of a tensor that was multiplied by its pass' scale.
+def error(narrow: Pass, wide: Pass, gradients: Iterable[Key]) -> float | None:
+    """The relative error, in the 2-norm, of some gradients together; infinity if one is not finite.
 
-    None if it is missing in one of the passes, or zero in the wide one.
+    None if there are none, or all are zero. Together, because some are zero but for rounding: the
+    bias in front of a batch norm, for one.
     """
-    ratio = _scale(wide) / _scale(narrow)
+    ratio = wide.sample.fact("scale")[""] / narrow.sample.fact("scale")[""]
     off = size = 0.0
-    for here, there in zip(narrow.kept.get(key, ()), wide.kept.get(key, ()), strict=False):
-        if len(here) == len(there):
-            factor = 1.0 if key[0] == "activation" else ratio
-            off += float((here.double() * factor - there.double()).square().sum())
-            size += float(there.double().square().sum())
-    return (off / size) ** 0.5 if size else None
-
-
-def _scale(one: Pass) -> float:
-    """The scale of a pass."""
-    return one.sample.fact("scale")[""]
+    for key in gradients:
+        for here, there in zip(narrow.kept.get(key, ()), wide.kept.get(key, ()), strict=False):
+            if len(here) == len(there):
+                off += float((here.double() * ratio - there.double()).square().sum())
+                size += float(there.double().square().sum())
+    if not size:
+        return None
+    return math.sqrt(off / size) if math.isfinite(off) else math.inf
 
 
 def _check(subject: Subject) -> None:
