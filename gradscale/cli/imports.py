@@ -34,7 +34,8 @@ class ImportHook:
         if name == "torch" and not self._looking:
             return self._find_torch()
         if name == "apex" and not imported_by_a_library():
-            return ModuleSpec(name, _Given(self._on_apex()), is_package=True)
+            loader: Any = _Given(self._on_apex())
+            return ModuleSpec(name, loader, is_package=True)
         return None
 
     def _find_torch(self) -> ModuleSpec | None:

@@ -56,6 +56,11 @@ def range_of(name: str) -> Range:
     return Range(found.name, smallest, normal, found.ceiling - 1, found.max)
 
 
+def range_in(sample: Sample, tensor: TensorSample) -> Range:
+    """The range of the format in which a tensor of a sample was computed."""
+    return range_of(tensor.format or sample.format)
+
+
 def shares_of(tensor: TensorSample, limits: Range) -> Shares:
     """The shares of `tensor` in the range of its format.
 
@@ -79,13 +84,12 @@ def shares_of(tensor: TensorSample, limits: Range) -> Shares:
 
 def worst(sample: Sample, kind: str, limit: int) -> list[TensorSample]:
     """At most `limit` tensors of that kind, those that lose or overflow most, in model order."""
-    limits = range_of(sample.format)
-    found = [tensor for tensor in sample.tensors if tensor.kind == kind]
+    found = sample.of(kind)
     if len(found) <= limit:
         return found
 
     def badness(index: int) -> tuple[float, float]:
-        shares = shares_of(found[index], limits)
+        shares = shares_of(found[index], range_in(sample, found[index]))
         return shares.lost + shares.overflowed + shares.nan, shares.imprecise
 
     kept = sorted(range(len(found)), key=badness, reverse=True)[:limit]
@@ -101,12 +105,11 @@ def chosen(samples: Sequence[Sample], limit: int) -> list[Sample]:
 
 def underflow_by_layer(sample: Sample, limit: int = 10) -> list[dict[str, Any]]:
     """The gradients of `sample` that lose most to underflow, the worst first."""
-    limits = range_of(sample.format)
     rows = [
         {"name": tensor.name, "lost": shares.lost, "imprecise": shares.imprecise}
         for tensor in sample.tensors
         if tensor.kind.endswith("_grad")
-        for shares in [shares_of(tensor, limits)]
+        for shares in [shares_of(tensor, range_in(sample, tensor))]
         if shares.lost or shares.imprecise
     ]
     rows.sort(key=lambda row: (row["lost"], row["imprecise"]), reverse=True)

@@ -13,6 +13,7 @@ import html
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -22,7 +23,7 @@ from gradscale.monitor.findings import Finding
 from gradscale.monitor.samples import Sample
 from gradscale.report.comparison import Comparison
 from gradscale.report.curves import curves, number, step_of, thin
-from gradscale.report.layers import KINDS, chosen, range_of, shares_of, worst
+from gradscale.report.layers import KINDS, chosen, range_in, shares_of, worst
 from gradscale.report.summary import Skip, Summary, lines_of_first_rank, skips_of
 from gradscale.report.words import cause_of, number_text, scale_text, share_text, title_of
 from gradscale.runlog import Run
@@ -177,14 +178,15 @@ def _findings(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 def _sample(sample: Sample) -> dict[str, Any]:
     """A sample, with the rows of every kind of tensor."""
-    limits = range_of(sample.format)
     kinds = {}
     for kind in KINDS:
         rows = worst(sample, kind, LAYERS)
-        whole = sum(tensor.kind == kind for tensor in sample.tensors)
         if rows:
+            # One axis for all rows: the range that most of them have.
+            ranges = Counter(range_in(sample, tensor) for tensor in rows)
             kinds[kind] = {
-                "all": whole,
+                "all": len(sample.of(kind)),
+                "format": ranges.most_common(1)[0][0]._asdict(),
                 "rows": [
                     {
                         "name": tensor.name,
@@ -196,7 +198,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
                         "infs": tensor.infs,
                         "nans": tensor.nans,
                         "scale": scale_text(tensor.scale),
-                        **shares_of(tensor, limits)._asdict(),
+                        **shares_of(tensor, range_in(sample, tensor))._asdict(),
                     }
                     for tensor in rows
                 ],
@@ -204,7 +206,6 @@ def _sample(sample: Sample) -> dict[str, Any]:
     first = sample.first_nonfinite
     return {
         "step": sample.step,
-        "format": limits._asdict(),
         "kinds": kinds,
         "first": None if first is None else [first[0], first[1]],
     }

@@ -82,8 +82,13 @@ class PassLog:
             "scale": before,
         }
         if not applied:
-            known = {"scale": before, "floor": floor, "skipped_in_a_row": self._skipped}
-            step["verdict"] = verdict(applied=False, finite=finite, **known)
+            step["verdict"] = verdict(
+                applied=False,
+                finite=finite,
+                scale=before,
+                floor=floor,
+                skipped_in_a_row=self._skipped,
+            )
         move = Move(0, before, after, floor)
         line = {
             "kind": "step",

@@ -85,7 +85,7 @@ function chart(spec) {
     for (const tick of ticks(low, high, 4, spec.log)) {
       const py = TOP + (1 - (tick - low) / (high - low)) * PLOT;
       svg.append(shape("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: py, y2: py}),
-        shape("text", {x: LEFT - 8, y: py + 4, "text-anchor": "end"}, spec.log ? power(tick) : spec.text(Number(tick.toPrecision(12)))));
+        shape("text", {x: LEFT - 8, y: py + 4, "text-anchor": "end"}, spec.log ? power(tick) : (spec.tick || spec.text)(Number(tick.toPrecision(12)))));
     }
     const steps = last > first ? ticks(first, last, width < 560 ? 3 : 7, true) : [first];
     for (const tick of steps) {

@@ -84,7 +84,9 @@ function buttons(label, names, pick) {
 }
 
 function layerTable(part) {
-  const rows = [...part.rows].sort((a, b) => b.lost - a.lost || b.imprecise - a.imprecise).map((row) => {
+  const bad = part.rows.filter((row) => row.lost || row.imprecise || row.overflowed || row.nan);
+  if (!bad.length) return element("p", {class: "quiet"}, "Every value of every layer fits.");
+  const rows = bad.sort((a, b) => b.lost - a.lost || b.imprecise - a.imprecise).map((row) => {
     const bar = element("div", {class: "bar", "aria-hidden": "true"}, element("span", {class: "lost"}), element("span", {class: "imprecise"}));
     bar.children[0].style.width = `${row.lost * 100}%`;
     bar.children[1].style.width = `${row.imprecise * 100}%`;
@@ -97,7 +99,7 @@ function layers(data) {
   const section = element("section", {"aria-labelledby": "layers"}, element("h2", {id: "layers"}, "Do the values fit?"));
   const runs = data.runs.filter((run) => run.samples.length);
   if (!runs.length) {
-    section.append(element("p", {class: "quiet"}, "This log has no samples of tensors, so there is nothing to draw layer by layer."));
+    section.append(element("p", {class: "quiet"}, "This log has no samples of tensors, so there is nothing to draw layer by layer. gradscale.torch.inspect.Inspector(model, scaler) takes them."));
     return section;
   }
   const picture = element("div", {}), below = element("div", {}), where = element("span", {class: "small", "aria-live": "polite"});
@@ -124,8 +126,8 @@ function layers(data) {
     const broke = sample.first ? element("p", {}, "First not finite at this step: ", element("span", {class: "name"}, sample.first[0]), `, in the ${sample.first[1]} pass.`) : "";
     picture.replaceChildren(
       element("p", {class: "quiet small"}, `Each row is a layer, each column values of one size, from tiny (left) to huge (right); the stronger the colour, the more of them. ` +
-        `What lies between the lines \u201call digits\u201d and \u201clargest\u201d is safe.${scaled}${some}`),
-      heatmapKey(sample.format), broke, heatmap(part, sample.format, `${data.kinds[kind]} at step ${sample.step}`));
+        `Blue is safe.${scaled}${some}`),
+      heatmapKey(part.format), broke, heatmap(part, part.format, `${data.kinds[kind]} at step ${sample.step}`));
     below.replaceChildren(element("h3", {}, "Underflow by layer"), element("p", {class: "quiet small"},
       `${data.kinds[kind]} at step ${whole(sample.step)}, as shares of the values that are not truly zero; the worst first.`), layerTable(part));
   }
@@ -202,7 +204,7 @@ function build(data) {
     skips(data),
     layers(data),
     chartSection(data, "underflow", "Underflow", "The share of gradients that are so small that they lose digits, or vanish.", {
-      curve: "underflow", zero: true, text: share, empty: "Underflow was not measured in this run: GradScaler(underflow_every=100) measures it in every 100th step."}),
+      curve: "underflow", zero: true, text: share, tick: (value) => `${short(value * 100)} %`, empty: "Underflow was not measured in this run: GradScaler(underflow_every=100) measures it in every 100th step."}),
     chartSection(data, "loss", "Loss", "The unscaled loss.", {
       curve: "loss", text: short, empty: "No loss was recorded."}),
     element("h2", {}, "Details"));
