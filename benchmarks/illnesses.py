@@ -102,7 +102,7 @@ def diagnose(
         with cast:
             loss = loss_of(number)
         step(scaler, optimizer, loss)
-    if autocast and bool(loss.isfinite().all()):
+    if autocast and not loss.dim() and bool(loss.isfinite()):
         inspector.replay(lambda: loss_of(steps))
     inspector.close()
     scaler.flush()

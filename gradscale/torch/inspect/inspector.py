@@ -217,6 +217,8 @@ class _Window:
             each.clear()
         self.weights = Weights(subject.params)
         self.probe = Probe(subject, tables, self._at_pass, self.weights.after_pass)
+        if link is not None:
+            self.probe.aside = link.aside
         self._handles: list[RemovableHandle] = []
         eager.enter()
         self.probe.open()

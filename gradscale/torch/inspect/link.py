@@ -70,6 +70,10 @@ class ScalerLink:
                     found.append(param)
         return found
 
+    def aside(self) -> bool:
+        """Whether gradients are set aside for a pass whose loss has a scale of its own."""
+        return self._pipeline.passes.aside
+
     def format(self) -> str:
         """The format that the scaler is for."""
         return self._pipeline.state.format.name

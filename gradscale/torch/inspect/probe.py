@@ -93,9 +93,11 @@ class Probe:
         self.passes = 0
         """Backward passes that have ended."""
         self.with_grad: set[str] = set()
-        """The parameters that have a gradient after the last of them."""
+        """The parameters that had a gradient after one of them."""
         self._at_pass, self._after_pass = at_pass, after_pass
         self._most, self._keep = most, keep
+        self.aside: Callable[[], bool] = lambda: False
+        """Returns whether gradients of earlier passes are set aside for the present one."""
         self._task = -1
         self._made: dict[int, Made] = {}
         self._handles: list[RemovableHandle] = []
@@ -193,11 +195,10 @@ class Probe:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """Counts the gradients of weights, of all passes so far."""
+        """Counts the gradients of weights: sums of all passes so far, where these are added up."""
         if not self._handles or capturing():
             return  # it was closed in the middle of the pass
         self.passes += 1
-        self.with_grad = set()
         for name, param in self.subject.params.items():
             if param.grad is None:
                 continue
@@ -205,7 +206,8 @@ class Probe:
             value = flat(dense_grads([param])[0])
             if value is not None:
                 row = self.subject.rows[WEIGHT_GRAD, name]
-                self._table(value.device).clear_row(row)
+                if not self.aside():
+                    self._table(value.device).clear_row(row)
                 self._count(WEIGHT_GRAD, name, None, value)
         self._after_pass()
 
