@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from gradscale.cli.imports import ImportHook
 from gradscale.cli.panel import Panel
-from gradscale.errors import SettingError
 
 RUNS = Path("gradscale-runs")
 """Where logs go that were given no folder."""
@@ -103,16 +102,14 @@ class Recorder:
     def take(self, scaler: Any) -> None:
         """Logs what a new scaler does."""
         self._scalers += 1
-        if self._folder is None:
-            self._folder = self._script.log or new_folder(self._script.command[0])
-        folder = self._folder
-        if self._scalers > 1:
-            folder = folder / f"scaler-{self._scalers}"
         try:
-            scaler.log_to(folder)
+            if self._folder is None:
+                self._folder = self._script.log or new_folder(self._script.command[0])
+            several = self._scalers > 1
+            scaler.log_to(self._folder / f"scaler-{self._scalers}" if several else self._folder)
             if self._panel is not None:
                 scaler.log_to(self._panel.take)
-        except (SettingError, OSError) as error:  # a training must not end for its log
+        except (ValueError, OSError) as error:  # a training must not end for its log
             say(f"no log of scaler {self._scalers}: {error}")
 
     def finish(self) -> None:
@@ -124,12 +121,12 @@ class Recorder:
         if self._rank:
             return
         name = self._script.command[0]
-        if self._folder is None:
+        if not self._scalers:
             say(
                 f"{name} made no GradScaler of torch.amp, and used no apex.amp, in this process: "
                 "there is nothing to log."
             )
-        else:
+        elif self._folder is not None:
             say(f"the log is in {self._folder}: gradscale report {self._folder}")
 
 

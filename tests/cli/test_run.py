@@ -266,6 +266,19 @@ def test_a_log_that_cannot_be_written_does_not_end_the_training(
     assert "gradscale: no log of scaler 1:" in capfd.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launch.RUNS.touch()  # a file is in the way
+    recorder = launch.Recorder(Script(["train.py"]))
+    recorder.take(Scaler())
+    recorder.finish()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("gradscale: no log of scaler 1: ")
+
+
 # Imports.
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradscale.formats import FLOAT16
 from gradscale.monitor.findings import Finding
 from gradscale.monitor.samples import Sample, TensorSample
 from gradscale.runlog import Run, encode, finding_line, rank_file, sample_line
@@ -123,9 +124,12 @@ def write_run(
         if step in sampled:
             lines.append(sample_line(sample(step, names, used, bad)))
     if findings:
-        lost = "61 % of its gradients are below the smallest normal number at scale 65536."
-        lines.append(finding_line(Finding.of("underflow", lost, names[1], step=steps // 2)))
-        often = f"{steps // 40} of the last {steps // 8} steps were skipped."
+        worst = sample(steps, names, scale).of("weight_grad")[1]
+        small = f"{worst.subnormal(FLOAT16):.0%} of its gradients are below the smallest normal "
+        small += f"number of float16 at a scale of {scale:g}."
+        lines.append(finding_line(Finding.of("underflow", small, worst.name, step=steps // 2)))
+        skipped = sum(not line["steps"][0]["applied"] for line in lines if "steps" in line)
+        often = f"{skipped} of {steps} steps were skipped."
         lines.append(finding_line(Finding.of("skips-too-often", often, step=steps // 3)))
     folder.mkdir(parents=True, exist_ok=True)
     rank_file(folder, rank).write_bytes(b"".join(map(encode, lines)))
