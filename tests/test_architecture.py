@@ -63,15 +63,16 @@ RULES = {
     "compat": Rule(BELOW_ENGINES | ENGINES, {"torch", "jax"}),
     "plugins": Rule(
         BELOW_ENGINES | ENGINES,
-        {"torch", "lightning", "accelerate", "transformers", "tensorboard", "wandb"},
+        {"torch", "lightning", "accelerate", "transformers"},
     ),
-    "report": Rule(FACTS | {"monitor", "runlog", "__init__"}, {"plotly"}),
+    "report": Rule(FACTS | {"monitor", "runlog", "__init__"}),
     "simulate": Rule(FACTS | {"policy", "__init__"}, {"numpy"}),
     "demo": Rule(FACTS | {"policy", "__init__", "torch"}, {"torch", "matplotlib"}),
+    "__main__": Rule({"cli"}),
     "cli": Rule(
-        FACTS | {"policy", "report", "runlog", "__init__"},
+        FACTS | {"policy", "monitor", "report", "runlog", "__init__"},
         {"typer", "rich"},
-        ENGINES | {"demo", "simulate"},
+        ENGINES | {"compat", "demo", "simulate"},
     ),
 }
 
@@ -79,6 +80,7 @@ RULES = {
 # The folders of the PyTorch engine, lowest first: a row says what a folder or module may import of
 # the others. Above `compile` only, because the facade's methods refer to operators and handles.
 TORCH_RULES: dict[str, Set[str]] = {
+    "construction": set(),
     "features": set(),
     "grads": set(),
     "saved_state": set(),
@@ -99,6 +101,7 @@ TORCH_RULES: dict[str, Set[str]] = {
         "compile",
         "torch_names",
         "torch_scaler",
+        "construction",
     },
     # torch's class of the same name is one of FSDP, and this one is a scaler.
     "distributed.fsdp_scaler": {"scaler", "distributed"},
@@ -106,9 +109,10 @@ TORCH_RULES: dict[str, Set[str]] = {
     "optim": {"features", "grads", "step.contract", "compile.handles"},
     "mixed_precision": {"grads", "optim", "scaler", "step", "telemetry"},
     "blocks": {"features", "grads"},
+    "inspect": {"features", "grads", "mixed_precision", "optim", "scaler", "step", "telemetry"},
     "checkpoint": {"scaler", "step"},
     "drop_in": {"scaler", "distributed.fsdp_scaler"},
-    "replacement": {"drop_in"},
+    "replacement": {"construction", "drop_in"},
 }
 
 

@@ -23,6 +23,8 @@ import calls  # noqa: E402
 import drop_in  # noqa: E402
 import end_to_end  # noqa: E402
 import host  # noqa: E402
+import illnesses  # noqa: E402
+import inspector  # noqa: E402
 import modes  # noqa: E402
 import spikes  # noqa: E402
 import step  # noqa: E402
@@ -55,7 +57,19 @@ def one_thread() -> Iterator[None]:
 
 
 def test_scripts_are_all_known_here() -> None:
-    known = (blocks, calls, drop_in, end_to_end, host, modes, ranks, spikes, step)
+    known = (
+        blocks,
+        calls,
+        drop_in,
+        end_to_end,
+        host,
+        illnesses,
+        inspector,
+        modes,
+        ranks,
+        spikes,
+        step,
+    )
     assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {each.__file__ for each in known}
 
 
@@ -67,6 +81,14 @@ def test_blocks_are_timed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ms with BlockScales, ratio" in out
     assert "blocks 0." in out
     assert out.count("0 dead after 10 updates") >= 2  # float32 and blocks
+
+
+def test_cost_of_looking_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    inspector.main(["--tiny", "--rounds", "1", "--batch", "1", "--steps", "2"])
+    out = capsys.readouterr().out
+    assert all(f"{case} " in out for case in inspector.CASES)
+    assert "a sampled iteration " in out
+    assert "findings: []" in out
 
 
 def test_spikes_are_recomputed_or_skipped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradscale.cli.launch import Script
 
 
 def main() -> None:
@@ -14,4 +18,11 @@ def main() -> None:
         if name == "gradscale":
             raise  # a bug of ours, not a missing package
         sys.exit(f'The command line needs {name}: pip install "gradscale[cli]".')
-    app()
+    scripts: list[Script] = []
+    try:
+        app(obj=scripts)
+    except SystemExit as done:
+        if done.code or not scripts:
+            raise
+    if scripts:
+        scripts[0].start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,15 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 from gradscale import __version__
+from gradscale.cli import tables
 from gradscale.cli.info import gather
-from gradscale.errors import SettingError
+from gradscale.cli.launch import Script
+from gradscale.errors import SettingError, StateError
+from gradscale.policy import as_policy
+from gradscale.report import compare as compare_runs
+from gradscale.report import comparison_page, report_page, summarise
+from gradscale.report.layers import underflow_by_layer
+from gradscale.runlog import Run, read
 
 if TYPE_CHECKING:
     from gradscale.demo.summary import Summary
@@ -58,7 +66,7 @@ def reported(extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         message = f'{extra} cannot start ({error}): pip install "gradscale[{extra}]".'
-    except (SettingError, OSError) as error:
+    except (SettingError, StateError, OSError) as error:
         message = str(error)
     else:
         return
@@ -214,3 +222,107 @@ def info(
     for extra, names in facts["missing"].items():
         lacks = f'lacks {", ".join(names)}: pip install "gradscale[{extra}]"'
         console.print(escape(f"extra {extra}: {lacks if names else 'complete'}"))
+
+
+def read_run(path: Path) -> Run:
+    """The run of a log; lines that cannot be read are one line on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = read(path)
+    for warning in caught:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(escape(f"Warning: {warning.message}"))
+    return run
+
+
+def name_of(path: Path) -> str:
+    """What a run is called: its folder, or its file without the ending."""
+    return path.resolve().stem if path.is_file() else path.resolve().name
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder or file of a run log.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Where the page goes; by default into RUN, as report.html."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; a page is written only with --html.")
+    ] = False,
+) -> None:
+    """Print what happened in a run and what to do about it, and write one HTML page.
+
+    The page holds everything and asks no host for anything.
+    """
+    with reported("report"):
+        run = read_run(path)
+        summary = summarise(run, name_of(path))
+        if html is None and not as_json:
+            html = path.with_suffix(".html") if path.is_file() else path / "report.html"
+        if html is not None:
+            html.write_text(report_page(run, summary), encoding="utf-8")
+    layers = underflow_by_layer(run.samples[-1]) if run.samples else []
+    if as_json:
+        typer.echo(json.dumps(summary.as_dict() | {"underflow_by_layer": layers}, indent=2))
+        return
+    console = Console(highlight=False)
+    tables.print_summary(console, summary, layers)
+    console.print(f"Page: {escape(str(html))}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="A run log.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another.")],
+    html: Annotated[
+        Path, typer.Option(help="Where the page goes: both runs over each other.")
+    ] = Path("gradscale-compare.html"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and write no page.")] = False,
+) -> None:
+    """Print two runs side by side, and write a page with both."""
+    with reported("report"):
+        runs = read_run(first), read_run(second)
+        names = name_of(first), name_of(second)
+        if names[0] == names[1]:
+            names = str(first), str(second)
+        found = compare_runs(*runs, names)
+        if not as_json:
+            html.write_text(comparison_page(*runs, found), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    console = Console(highlight=False)
+    tables.print_comparison(console, found)
+    console.print(f"Page: {escape(str(html))}", soft_wrap=True)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    command: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="As after `python`.")
+    ],
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is the name of a module, as in `python -m`.")
+    ] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the log; by default a new one in gradscale-runs."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The rule of scalers that choose none, such as headroom.")
+    ] = None,
+    panel: Annotated[
+        bool, typer.Option("--panel/--no-panel", help="Show scale, headroom and skips meanwhile.")
+    ] = True,
+) -> None:
+    """Run a training script with gradscale in place of torch's GradScaler or Apex, and log it.
+
+    The script stays as it is. Options come before its name; what follows are its own arguments.
+    """
+    if policy is not None:
+        with reported("torch"):
+            as_policy(policy)
+    # The script runs when the command line is done with: its exceptions and signals are its own.
+    context.obj.append(Script(command, module=module, log=log, policy=policy, panel=panel))

@@ -27,7 +27,7 @@ EXTRAS = {
     "cli": ("typer", "rich"),
     "simulate": ("typer", "rich", "numpy"),
     "demo": ("torch", "typer", "rich", "matplotlib"),
-    "report": ("plotly",),
+    "report": ("typer", "rich"),
 }
 TIMEOUT = 120.0
 """Seconds that the import of one framework may take."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gradscale.formats import Format
+from gradscale.monitor.findings import KINDS
 
 EXPLANATIONS = {
     "applied": "the step was applied",
@@ -90,30 +91,59 @@ def verdict(
     return "scale too low" if finite else "scale too high"
 
 
-def stuck_message(count: int, scale: float, verdict: str, parameters: Sequence[str] = ()) -> str:
+def stuck_message(
+    count: int,
+    scale: float,
+    verdict: str,
+    parameters: Sequence[str] = (),
+    weights: Sequence[str] = (),
+) -> str:
     """What is wrong after `count` skipped steps in a row, and what to look at.
 
     Args:
         scale: The scale of the last of them.
         verdict: The verdict on the last of them.
         parameters: The names of those whose gradients were not finite.
+        weights: The names of those that are not finite themselves, which explains the rest.
     """
-    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-    named = "; ".join(parameters[:3]) + more
-    culprits = f" Gradients that are not finite: {named}." if parameters else ""
+    if weights:
+        return (
+            f"{count} steps in a row were skipped, the last at scale {scale:g} ({verdict}), and "
+            f"{weights_evidence(weights)} {KINDS['weights-not-finite']} {_HINT}"
+        )
+    culprits = f" Gradients that are not finite: {named(parameters)}." if parameters else ""
     return (
         f"{count} steps in a row were skipped, the last at scale {scale:g} ({verdict}): "
         f"{EXPLANATIONS[verdict]}.{culprits} {_HINT}"
     )
 
 
-def replay_message(count: int, scale: float, losses_finite: bool) -> str:
+def weights_evidence(weights: Sequence[str]) -> str:
+    """That `weights` are not finite, in a sentence that may go on another one."""
+    return f"weights are not finite: {named(weights)}."
+
+
+def named(parameters: Sequence[str]) -> str:
+    """The first of `parameters`, and how many more there are."""
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    return "; ".join(parameters[:3]) + more
+
+
+def replay_message(
+    count: int, scale: float, losses_finite: bool, weights: Sequence[str] = ()
+) -> str:
     """The same for steps in a CUDA graph, of which only the flags are known.
 
     Args:
         scale: The scale from now on.
         losses_finite: Whether the losses of the last of them were finite.
+        weights: The names of those that are not finite.
     """
+    if weights:
+        return (
+            f"{count} steps in a row were skipped in a CUDA graph, and "
+            f"{weights_evidence(weights)} {KINDS['weights-not-finite']} {_HINT}"
+        )
     known = "" if losses_finite else f" ({EXPLANATIONS['loss not finite']})"
     return (
         f"{count} steps in a row were skipped in a CUDA graph, and the scale is now {scale:g}"

@@ -1,1 +1,1 @@
-"""Trainers: Lightning, Accelerate and Transformers with our scaler inside."""
+"""Lightning, Accelerate and Transformers with our scaler inside, and loggers of its steps."""

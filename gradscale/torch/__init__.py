@@ -9,6 +9,7 @@ from gradscale.monitor import Event
 from gradscale.torch.distributed.comm_hooks import average_in_float16
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
 from gradscale.torch.distributed.join import JoinableStep
+from gradscale.torch.inspect import Examination, Inspector, examine
 from gradscale.torch.mixed_precision import MixedPrecision
 from gradscale.torch.replacement import replace
 from gradscale.torch.scaler import GradScaler
@@ -18,11 +19,14 @@ from gradscale.torch.telemetry.outcome import StepOutcome
 __all__ = [
     "Culprit",
     "Event",
+    "Examination",
     "GradScaler",
+    "Inspector",
     "JoinableStep",
     "MixedPrecision",
     "ShardedGradScaler",
     "StepOutcome",
     "average_in_float16",
+    "examine",
     "replace",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
+
+from gradscale.torch.construction import observed
 
 _lock = Lock()
 _blocks = 0
@@ -16,7 +18,9 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
-def replace() -> Iterator[None]:
+def replace(
+    *, policy: str | None = None, on_new: Callable[[Any], object] | None = None
+) -> Iterator[None]:
     """Gives our scaler to code that imports torch's inside the block.
 
         with gradscale.torch.replace():
@@ -28,6 +32,13 @@ def replace() -> Iterator[None]:
     block. `isinstance` and `issubclass` have the same results with either class, inside and
     outside. Blocks may be nested; where the last one ends, also by an exception, the names are what
     they were before the first.
+
+    Args:
+        policy: The name of the policy of every scaler that is made inside and chooses none, such as
+            "headroom". Settings of torch's rule that it has too, such as `init_scale`, are kept;
+            others are left out.
+        on_new: Called with every `GradScaler` that is made inside, at the end of its constructor,
+            as by `lambda scaler: scaler.log_to("runs/first")`.
     """
     global _blocks
     # Here, because it imports FSDP, which takes longer than the rest of the package.
@@ -42,7 +53,8 @@ def replace() -> Iterator[None]:
                 setattr(module, name, kind)
         _blocks += 1
     try:
-        yield
+        with observed(policy, on_new):
+            yield
     finally:
         with _lock:
             _blocks -= 1

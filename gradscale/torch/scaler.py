@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.monitor import Event
-from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy, policy_or_settings
-from gradscale.torch import torch_names, torch_scaler
+from gradscale.policy import MAX_SCALE, MIN_SCALE, Dynamic, Policy
+from gradscale.torch import construction, torch_names, torch_scaler
 from gradscale.torch.compile import ops
 from gradscale.torch.compile.graph_breaks import outside
 from gradscale.torch.compile.handles import ScalerHandle
@@ -34,6 +34,7 @@ from gradscale.torch.step.pipeline import Pipeline
 from gradscale.torch.telemetry.monitor import Monitor
 from gradscale.torch.telemetry.names import bare
 from gradscale.torch.telemetry.outcome import StepOutcome
+from gradscale.torch.telemetry.run_log import log_to
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,9 +122,8 @@ class GradScaler(torch.amp.GradScaler):
             max_scale=max_scale,
             exact=False,
         )
-        self._device = device
-        self._enabled = enabled
-        moves = policy_or_settings(policy, rule, format)
+        self._device, self._enabled = device, enabled
+        moves = construction.policy_of(policy, rule, format)
         self._state = ScaleState(moves, format_of(moves, format))
         self._pipeline = Pipeline(
             self._state,
@@ -133,8 +133,10 @@ class GradScaler(torch.amp.GradScaler):
             underflow_every=underflow_every,
         )
         self._handle = ScalerHandle(self)
+        construction.announce(self)
 
     from_torch: Any = classmethod(torch_scaler.from_torch)
+    log_to = _eager(log_to)
 
     # Losses.
 
@@ -185,9 +187,9 @@ class GradScaler(torch.amp.GradScaler):
         For gradient penalties. float16 gradients come back in float32. Gradients that are not
         finite count as an overflow in the next `update()`.
         """
-        if not self._enabled:
-            return torch.autograd.grad(outputs, inputs, **kwargs)
-        return penalty_grad(self, self._pipeline, outputs, inputs, kwargs)
+        if self._enabled:
+            return penalty_grad(self, self._pipeline, outputs, inputs, kwargs)
+        return torch.autograd.grad(outputs, inputs, **kwargs)
 
     # Steps.
 
@@ -317,7 +319,7 @@ class GradScaler(torch.amp.GradScaler):
 
         "skip": a step was not applied; "recover": the first that is applied again; "stuck": too
         many skips in a row; "grow", "backoff": the scale moved; "floor": it reached its floor.
-        Events come in order, late by as much as the device is behind: call `flush()` at the end.
+        They come in order, late by as much as the device is behind: call `flush()` at the end.
         """
         self._pipeline.monitor.on(event, callback)
 
@@ -333,10 +335,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: Whose steps to follow; without it that of a scheduler, and else any.
             wait: Call them in `update()` instead, which then **waits for the device**.
         """
-        monitor = self._pipeline.monitor
         for thing in things:
-            monitor.followers.add(thing, optimizer, wait)
-            monitor.busy = True
+            self._pipeline.monitor.follow(thing, optimizer, wait)
 
     @_eager
     def flush(self) -> None:

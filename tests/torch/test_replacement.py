@@ -19,9 +19,11 @@ import pytest
 import torch
 from torch import nn
 
+import gradscale as gs
 import gradscale.torch
 from gradscale import SettingError
 from gradscale.torch import GradScaler, ShardedGradScaler, replace
+from gradscale.torch.construction import measure_more
 
 NAMES = [
     "torch.GradScaler",
@@ -256,6 +258,53 @@ def test_trainers_that_look_the_name_up_get_ours() -> None:
         scaler = get_grad_scaler(None, **GradScalerKwargs(init_scale=16.0).to_kwargs())
     assert isinstance(scaler, GradScaler)
     assert scaler.get_scale() == 16.0
+
+
+def test_every_scaler_that_is_made_inside_is_announced(written: Any) -> None:
+    seen: list[Any] = []
+    derived = "from torch.amp import GradScaler\nclass Mine(GradScaler):\n    pass\n"
+    with replace(on_new=seen.append):
+        made_inside = [made(named(place)) for place in NAMES]
+        made_inside += [written("announced", derived).Mine("cpu"), GradScaler("cpu")]
+        copy.deepcopy(made_inside[0])  # not a new one
+    GradScaler("cpu")
+    assert list(map(id, seen)) == list(map(id, made_inside))
+
+
+def test_a_policy_is_that_of_scalers_that_choose_none() -> None:
+    with replace(policy="headroom"):
+        plain = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        chosen = GradScaler("cpu", policy=gs.Static(init_scale=2.0))
+        with replace(policy="dynamic"):
+            inner = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        with replace():
+            outer = torch.amp.GradScaler("cpu")
+    assert plain.policy == gs.Headroom(init_scale=8.0)
+    assert chosen.policy == gs.Static(init_scale=2.0)
+    assert inner.get_growth_interval() == 3
+    assert outer.policy == gs.Headroom()
+    assert isinstance(GradScaler("cpu").policy, gs.Dynamic)
+    with pytest.raises(SettingError, match="policy must be"), replace(policy="novel"):
+        pass
+    assert isinstance(GradScaler("cpu").policy, gs.Dynamic)
+
+
+def test_more_is_measured_in_torchs_loop_where_it_is_asked_for() -> None:
+    weight = nn.Parameter(torch.tensor([2.0, 2.0**-13]))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for asked in (False, True):
+        scaler = GradScaler("cpu", init_scale=4.0)
+        if asked:
+            measure_more(scaler)
+        weight.grad = None
+        scaler.scale((weight * torch.tensor([8.0, 2.0**-20])).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        outcome = scaler.outcome()
+        assert (outcome.amax is not None) == (outcome.underflow is not None) == asked
+    assert outcome.amax is not None
+    assert outcome.underflow is not None
+    assert (outcome.amax.item(), outcome.underflow.item()) == (32.0, 0.5)
 
 
 def test_it_is_a_public_name() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradscale.compat.apex import run_log
 from gradscale.errors import StateError
 from gradscale.formats import FLOAT32
 from gradscale.policy import MIN_SCALE, Dynamic, GradStats, Static
@@ -58,7 +59,7 @@ class LossScaler:
         min_loss_scale: Its floor; None is gradscale's own, 2**-14.
     """
 
-    __slots__ = ("_has_overflow", "policy", "state")
+    __slots__ = ("__weakref__", "_has_overflow", "policy", "state")
 
     def __init__(
         self,
@@ -86,6 +87,10 @@ class LossScaler:
         self.state: Any = self.policy.init()
         self._has_overflow = False
         """Whether the last pass overflowed; `update_scale` goes by it."""
+
+    def log_to(self, path: Any) -> None:
+        """Writes what every backward pass does to a folder: see docs/logging.md."""
+        run_log.log_to(self, path)
 
     _scale_seq_len = _setting(
         "_scale_seq_len", "growth_interval", as_count, "After how many finite passes it grows."
@@ -136,8 +141,9 @@ class LossScaler:
 
     def update(self, finite: bool, fits: bool = True) -> None:
         """Moves the scale after a backward pass with gradients that were `finite`, or not."""
-        self._has_overflow = not finite
+        self._has_overflow, before = not finite, self.loss_scale()
         self.state = self.policy.update(self.state, GradStats(finite=finite, fits=fits))
+        run_log.note(self, before, finite, fits)
 
     def clear_overflow_state(self) -> None:
         """For loops that check gradients themselves: there was no overflow yet."""

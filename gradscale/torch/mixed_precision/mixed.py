@@ -325,6 +325,11 @@ class MixedPrecision:
         """Takes over the process groups of a model that was wrapped in DDP afterwards."""
         self.scaler.name(model)
 
+    def log_to(self, path: Any, **settings: Any) -> None:
+        """Writes what every step does to a folder: `GradScaler.log_to`."""
+        further = {"mode": self.mode.name, **(settings.pop("settings", None) or {})}
+        self.scaler.log_to(path, settings=further, **settings)
+
     def flush(self) -> None:
         """Delivers events and calls everything that is still due; **waits for the device**."""
         self.scaler.flush()

@@ -104,6 +104,8 @@ def _backward_own(
     backward_own(scaled, passes, own, _known(pipeline), kwargs)
     for one in losses:
         own.note_loss(one)
+        if iteration.first is None and one.numel() == 1:
+            iteration.first = one.detach()
 
 
 def _known(pipeline: Pipeline) -> list[Tensor]:

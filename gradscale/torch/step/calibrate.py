@@ -81,7 +81,7 @@ def _try(
     scale: float,
 ) -> GradStats:
     """What the gradients are like at `scale`; nothing is left of the pass."""
-    with _undone(params, model):
+    with undone(params, model):
         loss = closure()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise SettingError(
@@ -128,7 +128,7 @@ def _power_below(number: float) -> float:
 
 
 @contextmanager
-def _undone(params: Sequence[Tensor], model: torch.nn.Module | None) -> Iterator[None]:
+def undone(params: Sequence[Tensor], model: torch.nn.Module | None) -> Iterator[None]:
     """Puts back gradients, the random state and the buffers of `model` afterwards."""
     watched = {id(p): p for p in (*params, *(model.parameters() if model is not None else ()))}
     grads = [(param, param.grad) for param in watched.values()]

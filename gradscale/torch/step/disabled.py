@@ -51,7 +51,10 @@ def apply(
 def update(pipeline: Pipeline) -> None:
     """Delivers what follows from the steps."""
     if pipeline.monitor.steps:
-        pipeline.monitor.announce(pipeline.monitor.record(0, 1.0, ()))
+        record = pipeline.monitor.record(0, 1.0, ())
+        for watcher in pipeline.monitor.watchers:
+            watcher()
+        pipeline.monitor.announce(record)
 
 
 def _note(pipeline: Pipeline, optimizers: Sequence[Any], returned: Any) -> StepOutcome:

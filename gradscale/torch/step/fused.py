@@ -28,7 +28,7 @@ from gradscale.torch.step.contract import fused_plan, is_capable, step_on_device
 from gradscale.torch.step.entries import READY, STEPPED
 from gradscale.torch.step.passes import Iteration
 from gradscale.torch.step.result import Step
-from gradscale.torch.telemetry.blame import blame_later
+from gradscale.torch.telemetry.blame import BlameLater
 from gradscale.torch.telemetry.transport import Mark, Record, Sent
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _decide(
     peak = partial(value_at, decision, "finite_amax")
     found = Measurement(step.stats, counts=rows(counts), finite_amax=peak)
     optimizers = [entry.held for entry in step.entries]
-    step.blame = blame_later(pipeline.monitor.names, optimizers, step.grads.params, [found])
+    step.blame = BlameLater(pipeline.monitor.names, optimizers, step.grads.params, [found])
 
 
 def _arguments(pipeline: Pipeline, iteration: Iteration) -> dict[str, Any]:

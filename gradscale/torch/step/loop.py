@@ -238,6 +238,8 @@ def _is_quiet(steps: Sequence[Step], moves: Moves) -> bool:
 
 def end_iteration(pipeline: Pipeline) -> None:
     """Makes every optimizer ready again."""
+    for watcher in pipeline.monitor.watchers:
+        watcher()
     entries, passes = pipeline.entries, pipeline.passes
     groups = pipeline.consensus.groups
     if groups.sharded and groups.has_stages() and passes.iteration is not None:

@@ -49,6 +49,8 @@ class Iteration:
     """The only loss so far, on the device of the scale, not yet tested."""
     loss_finite: Any = None
     """bool: all losses but `loss` were finite; None if there were none."""
+    first: Any = None
+    """The first loss with one element, for logs: a number, or a tensor on a device."""
     uses_losses = True
     """Whether a loss that is not finite leaves the scale as it is."""
     penalty_finite: Any = None
@@ -82,9 +84,16 @@ class Iteration:
         """Records whether `loss` was finite."""
         scale = self.scale
         if scale.number is not None:
-            finite = math.isfinite(loss.item()) if loss.numel() == 1 else _all_finite(loss).item()
+            if loss.numel() == 1:
+                value = loss.item()
+                finite: Any = math.isfinite(value)
+                self.first = value if self.first is None else self.first
+            else:
+                finite = _all_finite(loss).item()
             self.loss_finite = finite if self.loss_finite is None else self.loss_finite and finite
             return
+        if self.first is None and loss.numel() == 1:
+            self.first = loss
         plain = loss.dtype is torch.float32 and loss.numel() == 1
         if plain and loss.device == scale.tensor.device and self.loss_finite is None:
             if self.loss is None:

@@ -74,6 +74,8 @@ class Pipeline:
         self.passes = Passes(state, self.entries)
         self.recheck = recheck
         self.underflow_every = underflow_every
+        self.always_amax = False
+        """Whether amax is measured even where nothing goes by it."""
         self.unfinished: Step | None = None
         """A step of several optimizers of which one has raised."""
 
@@ -201,7 +203,7 @@ class Pipeline:
                 step.grads,
                 scale,
                 unscale=unscale,
-                amax=amax or wide or bool(self.state.policy.goes_by),
+                amax=amax or wide or self.always_amax or bool(self.state.policy.goes_by),
                 max_norm=max_norm,
             )
             step.measured = found

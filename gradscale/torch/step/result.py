@@ -13,7 +13,7 @@ from gradscale.policy import GradStats
 from gradscale.torch.grads.collect import Gradients
 from gradscale.torch.grads.reference import Measurement
 from gradscale.torch.grads.scale import Scale
-from gradscale.torch.telemetry.blame import Blame, blame_later, blame_now, joined
+from gradscale.torch.telemetry.blame import Blame, BlameLater, blame_now, joined
 from gradscale.torch.telemetry.names import Names
 from gradscale.torch.telemetry.outcome import UNSET, StepOutcome
 
@@ -185,7 +185,7 @@ def blame_of(step: Step, passes: Passes, names: Names) -> Any:
     if step.measured is not None and all(found is not step.measured for found in measured):
         measured = [*measured, step.measured]
     optimizers = [entry.held for entry in step.entries]
-    return blame_later(names, optimizers, step.grads.params, measured)
+    return BlameLater(names, optimizers, step.grads.params, measured)
 
 
 def _look(step: Step, passes: Passes, names: Names) -> Callable[[], Blame]:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradscale.torch.grads.reference import Measurement, Peaks, count_bad
+from gradscale.torch.grads.reference import Measurement, count_bad
 from gradscale.torch.telemetry.names import Names
+from gradscale.torch.telemetry.transport import Sent
 
 
 class Culprit(NamedTuple):
@@ -80,32 +81,69 @@ def blame_now(
     return find
 
 
-def blame_later(
-    names: Names, optimizers: Sequence[Any], params: list[Tensor], measured: Sequence[Measurement]
-) -> Callable[[], Blame]:
-    """A function that finds the parameters to blame from reads of the gradients of `params`.
+class BlameLater:
+    """Finds the parameters to blame from reads of the gradients of `params`, when it is called.
 
-    The first of these is of the gradients as the backward pass left them.
+    The first of these is of the gradients as the backward pass left them. Calling it **waits for
+    the device**, unless what was read has been sent to the host and has arrived.
     """
-    refs = [weakref.ref(optimizer) for optimizer in optimizers]
-    total = sum([len(group["params"]) for o in optimizers for group in o.param_groups])
-    # Ids rather than references: for most outcomes this is never called.
-    chosen = None if len(params) == total else set(map(id, params))
 
-    def find() -> Blame:
-        alive = [optimizer for ref in refs if (optimizer := ref()) is not None]
+    __slots__ = ("_chosen", "_measured", "_names", "_refs", "_sent")
+
+    def __init__(
+        self,
+        names: Names,
+        optimizers: Sequence[Any],
+        params: list[Tensor],
+        measured: Sequence[Measurement],
+    ) -> None:
+        self._names, self._measured = names, measured
+        self._refs = [weakref.ref(optimizer) for optimizer in optimizers]
+        total = sum([len(group["params"]) for o in optimizers for group in o.param_groups])
+        # Ids rather than references: for most outcomes this is never called.
+        self._chosen = None if len(params) == total else set(map(id, params))
+        self._sent: list[Sent] | None = None
+
+    def __call__(self) -> Blame:
+        """What the gradients show."""
+        alive = [optimizer for ref in self._refs if (optimizer := ref()) is not None]
         owners = [p for o in alive for g in o.param_groups for p in g["params"]]
-        unique = {id(p): p for p in owners if chosen is None or id(p) in chosen}
-        known = names.of(alive)
-        for found in measured:
+        unique = {id(p): p for p in owners if self._chosen is None or id(p) in self._chosen}
+        known = self._names.of(alive)
+        for found in self._measured:
             culprits = _from_measured(found, known, list(unique.values()))
             if culprits:
                 amax = found.finite_amax
                 amax = amax() if callable(amax) else amax
+                amax = amax.read() if isinstance(amax, Sent) else amax
                 return Blame(culprits, None if amax is None else float(amax))
         return Blame.nobody()
 
-    return find
+    def send(self) -> None:
+        """Sends what was read to the host, if that was not done; never in a capture."""
+        if self._sent is None:
+            self._sent = []
+            self._measured = [self._on_host(found) for found in self._measured]
+
+    def arrived(self) -> bool:
+        """Whether what `send()` sent has arrived, so that calling it waits for nothing."""
+        return self._sent is not None and all(sent.arrived() for sent in self._sent)
+
+    def _on_host(self, found: Measurement) -> Measurement:
+        """`found` with its tensors on their way to the host; they may be read when all arrived."""
+        amax = found.finite_amax
+        amax = amax() if callable(amax) else amax
+        return found._replace(
+            counts=found.counts and {key: self._send(each) for key, each in found.counts.items()},
+            peaks=found.peaks and {key: self._send(each) for key, each in found.peaks.items()},
+            finite_amax=self._send(amax) if isinstance(amax, Tensor) else amax,
+        )
+
+    def _send(self, value: Tensor) -> Any:
+        """What reads as `value` does, and waits until that has arrived."""
+        sent = Sent.away(value)
+        self._sent.append(sent)  # type: ignore[union-attr]
+        return sent
 
 
 def _from_measured(
@@ -116,9 +154,10 @@ def _from_measured(
     for param in params:
         owners[param.device, param.dtype.to_real()].append(id(param))
     culprits = []
-    groups: Peaks = found.counts or found.peaks or {}
+    groups: Any = found.counts or found.peaks or {}
     for key, group in groups.items():
         whose = owners[key]
+        group = group.read() if isinstance(group, Sent) else group
         for place, bad in enumerate(_bad_elements(group)):
             plain = f"gradient {place} of {len(group)} in {key[1]} on {key[0]}"
             name = names[whose[place]] if len(whose) == len(group) else plain

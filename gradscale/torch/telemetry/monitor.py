@@ -37,7 +37,9 @@ from gradscale.torch.telemetry.followers import Followers, innermost
 from gradscale.torch.telemetry.graph_log import ROWS, GraphLog
 from gradscale.torch.telemetry.names import Names
 from gradscale.torch.telemetry.outcome import StepOutcome
+from gradscale.torch.telemetry.run_log import Stream
 from gradscale.torch.telemetry.transport import Layout, Mark, Record, Slots, numbers_of, record_of
+from gradscale.torch.telemetry.weights import bad_weights
 
 _KEPT = 1000
 """Records that can be on their way."""
@@ -68,6 +70,10 @@ class Monitor:
         """The steps since the last `update()`."""
         self.last: Any = None
         """The last step before these."""
+        self.watchers: list[Callable[[], object]] = []
+        """Called at the end of every iteration, before entries forget it."""
+        self.stream: Stream | None = None
+        """What writes a line for every record, where there is a log."""
         self._listeners: dict[str, list[Callable[[Event], object]]] = {}
         self._records: deque[Record] = deque(maxlen=_KEPT)
         self._replayed: deque[StepRecord] = deque()
@@ -149,6 +155,8 @@ class Monitor:
                     self.log.log(record.numbers, record.layout)
                 return
             record.send()
+        if self.stream is not None:
+            self.stream.send(record)
         self._records.append(record)
         self._latest = record
         if self.followers.all:
@@ -157,7 +165,8 @@ class Monitor:
         if mark is not None:
             # Looking whether a record has arrived takes as long as a launch: without listeners,
             # only every few records.
-            if not self._listeners and self._calm and len(self._records) < _TOGETHER:
+            alone = self.stream is None and not self._listeners
+            if alone and self._calm and len(self._records) < _TOGETHER:
                 return
             mark.put()
             self._mark = None
@@ -182,6 +191,11 @@ class Monitor:
     def on(self, name: str, callback: Callable[[Event], object]) -> None:
         """Calls `callback` with every event called `name`."""
         self._listeners.setdefault(as_event_name(name), []).append(callback)
+
+    def follow(self, thing: Any, optimizer: Any, wait: bool) -> None:
+        """Steps or calls `thing` after every applied step, see `Followers.add`."""
+        self.followers.add(thing, optimizer, wait)
+        self.busy = True
 
     def forget(self, rows: Sequence[int] = ()) -> None:
         """Drops what is on its way, which is of another run; `rows` are its skips in a row."""
@@ -212,24 +226,47 @@ class Monitor:
             found = self._next(wait)
             if found is None:
                 self._calm = not any(self.tracker.skipped_in_a_row)
-                self.busy = bool(self._records or self.followers.all or not self._calm)
+                waiting = bool(self._records or self.followers.all or self.stream is not None)
+                self.busy = waiting or not self._calm
+                if self.stream is not None:
+                    self.stream.settle(wait)
                 return
-            record, replayed = found
+            record, source = found
             self._number, self._calm = record.step, False
-            if replayed:
+            if source is None:
                 self._due.append(partial(self.followers.replay, record))
-            for made in self.tracker.events(record):
+            events, weights = self.tracker.events(record), []
+            for made in events:
                 event = made
                 if made.outcome is not None:
                     event = made._replace(outcome=made.outcome.outcome())
                 for callback in self._listeners.get(event.name, ()):
                     self._due.append(partial(callback, event))
-                if event.name == "stuck" and self.on_stuck != "ignore":
+                asked = self.on_stuck != "ignore" or self.stream is not None
+                if event.name == "stuck" and asked:
+                    last = made.outcome or self.last
+                    weights = bad_weights(self.names, last.optimizers() if last else ())
                     finite = all(step.loss_finite for step in record.steps)
-                    self._due.append(partial(self._complain, event, finite))
+                    self._due.append(partial(self._complain, event, finite, weights))
+            if self.stream is not None:
+                extra = None if source is None else source.extra
+                self.stream.take(record, extra, events, weights)
 
-    def _next(self, wait: bool) -> tuple[StepRecord, bool] | None:
-        """What comes next by its number, and whether it is a replay; None if it is not there."""
+    def look_once_more(self) -> None:
+        """Writes the lines of the records that have arrived, and calls nobody else."""
+        while self._records and self._records[0].arrived():
+            source = self._records.popleft()
+            record = source.read()
+            if self.stream is not None:
+                self.stream.take(record, source.extra, self.tracker.events(record), ())
+        if self.stream is not None:
+            self.stream.settle()
+
+    def _next(self, wait: bool) -> tuple[StepRecord, Record | None] | None:
+        """What comes next by its number, and what brought it: None for a replay.
+
+        None alone if it is not there.
+        """
         while self._records:
             record = self._records[0]
             if not (wait or record.arrived()):
@@ -245,10 +282,10 @@ class Monitor:
                 self._looked_for = record
                 continue
             self._records.popleft()
-            if not (self._calm and record.is_quiet()):
-                return record.read(), False
+            if self.stream is not None or not (self._calm and record.is_quiet()):
+                return record.read(), record
             self._number = number
-        return (self._replayed.popleft(), True) if self._replayed else None
+        return (self._replayed.popleft(), None) if self._replayed else None
 
     def _fetch(self, wait: bool) -> bool:
         """Takes over what is new in the log; False if it is still on its way."""
@@ -261,14 +298,16 @@ class Monitor:
             self._due.append(partial(_warn_of_loss, fetched.lost))
         return True
 
-    def _complain(self, event: Event, losses_finite: bool) -> None:
-        """Raises or warns, with a diagnosis."""
+    def _complain(self, event: Event, losses_finite: bool, weights: Sequence[str]) -> None:
+        """Raises or warns, with a diagnosis; `weights` are those that are not finite."""
+        if self.on_stuck == "ignore":
+            return
         count, outcome = self.tracker.stuck_after, event.outcome
         if outcome is None:
-            text = replay_message(count, event.scale, losses_finite)
+            text = replay_message(count, event.scale, losses_finite, weights)
         else:
             names = [str(culprit.name) for culprit in outcome.culprits()]
-            text = stuck_message(count, float(outcome.scale), outcome.verdict(), names)
+            text = stuck_message(count, float(outcome.scale), outcome.verdict(), names, weights)
         if self.on_stuck == "raise":
             raise StuckError(text)
         warnings.warn(text, stacklevel=caller_level())

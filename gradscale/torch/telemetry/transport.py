@@ -109,7 +109,7 @@ class Layout(NamedTuple):
 class Record:
     """What one `update()` did, on its way to the host."""
 
-    __slots__ = ("_read", "_sent", "_words", "layout", "numbers", "outcomes")
+    __slots__ = ("_read", "_sent", "_words", "extra", "layout", "numbers", "outcomes")
 
     def __init__(
         self,
@@ -126,6 +126,12 @@ class Record:
         self._sent = sent
         self._read = read
         self._words: list[int] | None = None
+        self.extra: Any = None
+        """What a log has sent beside it."""
+
+    def steps(self) -> Sequence[Any]:
+        """The engine's own results of its steps; waits for nothing."""
+        return self.outcomes if self._read is None else [s.outcome for s in self._read.steps]
 
     def is_sent(self) -> bool:
         """Whether a kernel writes it to the host, so that it need not be sent."""

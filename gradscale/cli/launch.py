@@ -1,0 +1,222 @@
+"""`gradscale run`: somebody's script, unchanged, with our scaler in place of torch's and a log.
+
+The script is to notice nothing. So it runs as `__main__`, after the command line is done with;
+exceptions lose the frames that are ours; and torch is imported when the script does, not before,
+because scripts set variables of the environment first (`OMP_NUM_THREADS`) that torch reads then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+from gradscale.cli.imports import ImportHook
+from gradscale.cli.panel import Panel
+
+RUNS = Path("gradscale-runs")
+"""Where logs go that were given no folder."""
+
+
+class Script(NamedTuple):
+    """What to run, and how."""
+
+    command: Sequence[str]
+    """The script or module, and its arguments."""
+    module: bool = False
+    log: Path | None = None
+    policy: str | None = None
+    panel: bool = True
+
+    def start(self) -> None:
+        """Runs the script; returns when it has ended. Its exceptions come through."""
+        name = self.command[0]
+        if not self.module and not os.path.exists(name):
+            sys.stderr.write(
+                f"gradscale run: can't open file {os.path.abspath(name)!r}: no such file\n"
+            )
+            sys.exit(2)
+        recorder = Recorder(self)
+        # What is registered first is called last: after what the script and the logs have to do.
+        atexit.register(recorder.finish)
+        sys.meta_path.insert(0, ImportHook(recorder.on_torch, recorder.on_apex))
+        if "torch" in sys.modules:
+            recorder.on_torch()
+        recorder.show()
+        try:
+            run_script(self.command, self.module)
+        except SystemExit:
+            raise
+        except BaseException:
+            hide_our_frames()
+            raise
+
+
+class Recorder:
+    """Gives every scaler of the script a log."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._rank = number_from("RANK", 0)
+        self._process = os.getpid()
+        self._replaced = ExitStack()  # never closed: the names stay for as long as the process
+        self._folder: Path | None = None
+        self._scalers = 0
+        self._panel: Panel | None = None
+
+    def show(self) -> None:
+        """Shows the panel, on the first rank, if stderr is a terminal that can."""
+        if self._script.panel and self._rank == 0 and Panel.can_show():
+            self._panel = Panel()
+            self._panel.start()
+
+    def on_torch(self) -> None:
+        """Puts our scaler in place of torch's, which has just been imported."""
+        from gradscale.torch.construction import measure_more
+        from gradscale.torch.replacement import replace
+
+        def take(scaler: Any) -> None:
+            measure_more(scaler)
+            self.take(scaler)
+
+        self._replaced.enter_context(replace(policy=self._script.policy, on_new=take))
+
+    def on_apex(self) -> ModuleType:
+        """The module `apex`, ours."""
+        from gradscale.compat.apex import install, run_log
+
+        run_log.on_first = self.take
+        return install()
+
+    def take(self, scaler: Any) -> None:
+        """Logs what a new scaler does."""
+        self._scalers += 1
+        try:
+            if self._folder is None:
+                self._folder = self._script.log or new_folder(self._script.command[0])
+            several = self._scalers > 1
+            scaler.log_to(self._folder / f"scaler-{self._scalers}" if several else self._folder)
+            if self._panel is not None:
+                scaler.log_to(self._panel.take)
+        except (ValueError, OSError) as error:  # a training must not end for its log
+            say(f"no log of scaler {self._scalers}: {error}")
+
+    def finish(self) -> None:
+        """Says where the log is, at the end of the process."""
+        if os.getpid() != self._process:
+            return  # forked by the script
+        if self._panel is not None:
+            self._panel.stop()
+        if self._rank:
+            return
+        name = self._script.command[0]
+        if not self._scalers:
+            say(
+                f"{name} made no GradScaler of torch.amp, and used no apex.amp, in this process: "
+                "there is nothing to log."
+            )
+        elif self._folder is not None:
+            say(f"the log is in {self._folder}: gradscale report {self._folder}")
+
+
+def say(text: str) -> None:
+    """Writes one line to stderr, whatever the script has done to it."""
+    try:
+        os.write(2, f"gradscale: {text}\n".encode(errors="replace"))
+    except OSError:
+        pass  # closed: nobody reads it
+
+
+def run_script(command: Sequence[str], module: bool) -> None:
+    """Runs a script, or a module, as `python` would, with its arguments."""
+    name = command[0]
+    sys.argv = list(command)
+    safe = bool(getattr(sys.flags, "safe_path", False))
+    if module:
+        if not safe:
+            sys.path[0] = os.getcwd()
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if os.path.isdir(name) or zipfile.is_zipfile(name) or name.endswith(".pyc"):
+        if not safe:
+            del sys.path[0]  # run_path() puts a folder there itself
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
+        return
+    if not safe:
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+    # Not by run_path(): it takes `__main__` away again before threads and atexit have ended, and
+    # sets sys.argv[0] to what is `__file__`, where python keeps the name as it was given.
+    path = os.path.abspath(name)
+    main = ModuleType("__main__")
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(
+        __file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __spec__=None
+    )
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    with io.open_code(path) as file:
+        text = file.read()
+    sys.modules["__main__"] = main
+    exec(compile(text, path, "exec", dont_inherit=True), vars(main))
+
+
+def hide_our_frames() -> None:
+    """Has the exception hook, whoever's it is by now, show tracebacks without our frames."""
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        trace = after_our_frames(trace)
+        hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def after_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the script: after `run_script`, and runpy's frames."""
+    while trace is not None and trace.tb_frame.f_code is not run_script.__code__:
+        trace = trace.tb_next
+    trace = None if trace is None else trace.tb_next
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy":
+        trace = trace.tb_next
+    return trace
+
+
+def new_folder(name: str) -> Path:
+    """A folder for the log of a script that was given none; the same one on all ranks."""
+    stem = Path(name).stem or "run"
+    if number_from("WORLD_SIZE", 1) == 1:
+        wanted = RUNS / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for count in range(1, 1000):
+            folder = wanted if count == 1 else wanted.with_name(f"{wanted.name}-{count}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+        return wanted
+    # No clock: ranks do not start in the same second. A launcher's processes have one parent; on
+    # several machines the job has a port, and a name if it was given one.
+    job = os.environ.get("MASTER_PORT", "0")
+    if number_from("LOCAL_WORLD_SIZE", 0) == number_from("WORLD_SIZE", 1):
+        job += f"-{os.getppid()}"
+    else:
+        named = os.environ.get("SLURM_JOB_ID", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+        job += "-" + "".join(sign if sign.isalnum() else "-" for sign in named)
+    return RUNS / f"{stem}-{job}"
+
+
+def number_from(variable: str, default: int) -> int:
+    """The number in a variable of the environment; the default if there is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default

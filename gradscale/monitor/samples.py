@@ -1,0 +1,126 @@
+"""Samples: what one iteration's activations, gradients and weights were like, in plain numbers.
+
+An engine counts elements by binade on the device; everything else (shares, headroom) follows from
+these counts and from the format, here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gradscale.formats import Format, format_named
+
+ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD = "activation", "activation_grad", "weight_grad"
+
+
+class TensorSample(NamedTuple):
+    """The elements of one tensor, or of all tensors of one kind that a module had, by size."""
+
+    name: str
+    """The module or the parameter."""
+    kind: str
+    """One of "activation" (outputs), "activation_grad" (gradients of outputs) or "weight_grad"."""
+    numel: int
+    """Elements that were counted."""
+    low: int = 0
+    """The exponent, floor(log2(abs(x))), of the first bin."""
+    counts: tuple[int, ...] = ()
+    """Finite nonzero elements per binade, from `low` on, neither end zero."""
+    zeros: int = 0
+    """Exact zeros."""
+    flushed: int | None = None
+    """Zeros that a float32 replay shows to be nonzero; None: not replayed."""
+    infs: int = 0
+    nans: int = 0
+    scale: float = 1.0
+    """What the values were multiplied by: gradients before unscaling."""
+    format: str = ""
+    """The format that they were computed in; "": that of the sample."""
+
+    def high(self) -> int | None:
+        """The exponent of the largest finite element; None if all are zero or not finite."""
+        return self.low + len(self.counts) - 1 if self.counts else None
+
+    def nonzero(self) -> int:
+        """How many elements are finite and not zero."""
+        return sum(self.counts)
+
+    def below(self, number: float) -> int:
+        """How many nonzero elements are smaller than `number`, a power of two."""
+        return sum(self.counts[: max(math.frexp(number)[1] - 1 - self.low, 0)])
+
+    def subnormal(self, format: Format) -> float:
+        """The share of the nonzero elements below the format's smallest normal number.
+
+        >>> from gradscale.formats import FLOAT16
+        >>> TensorSample("x", "activation", 4, low=-15, counts=(1, 3)).subnormal(FLOAT16)
+        0.25
+        """
+        return _share(self.below(format.smallest_normal), self.nonzero())
+
+    def saturated(self, format: Format) -> float:
+        """The share of the elements in the format's last binade, or not finite."""
+        last = sum(self.counts[max(format.ceiling - 1 - self.low, 0) :])
+        return _share(last + self.infs + self.nans, self.numel)
+
+    def underflow(self) -> float | None:
+        """The share of what is nonzero in float32 that is zero here; None: not replayed."""
+        if self.flushed is None:
+            return None
+        return _share(self.flushed, self.flushed + self.nonzero() + self.infs + self.nans)
+
+    def headroom(self, format: Format) -> int | None:
+        """Binades between the largest element and the format's ceiling; None without elements."""
+        high = self.high()
+        return None if high is None else format.ceiling - 1 - high
+
+
+class Sample(NamedTuple):
+    """One sampled iteration."""
+
+    step: int
+    """The `update()` that ended it, counted from 1."""
+    format: str
+    """The narrowest format that activations had."""
+    tensors: tuple[TensorSample, ...] = ()
+    first_nonfinite: tuple[str, str, float, float] | None = None
+    """The module at which a value that is not finite first appeared, "forward" or "backward", and
+    the smallest and the largest of its inputs; backward, of the gradients that it was given; NaN if
+    that is not known. Only if it reached an output of the model or the gradient of a weight."""
+    facts: tuple[tuple[str, str, float], ...] = ()
+    """(fact, where, number), see `FACTS`."""
+
+    def of(self, kind: str) -> list[TensorSample]:
+        """The tensors of this kind."""
+        return [tensor for tensor in self.tensors if tensor.kind == kind]
+
+    def fact(self, name: str) -> dict[str, float]:
+        """The numbers of this fact by where they are."""
+        return {where: number for fact, where, number in self.facts if fact == name}
+
+    def format_of(self, tensor: TensorSample) -> Format:
+        """The format that `tensor` was computed in."""
+        return format_named(tensor.format or self.format)
+
+
+FACTS = {
+    "applied": "1: the step of this iteration was applied, 0: it was skipped",
+    "scale": "the scale of the gradients",
+    "loss_finite": "1: the loss was finite, 0: it was not",
+    "no_grad": "1: the parameter had no gradient in this iteration, though others had one",
+    "update_lost": "share of the weights with a gradient that the step left as they were",
+    "weights_spoilt": "1: weights of the parameter were not finite before the iteration",
+    "weights_nonfinite": "1: weights of the parameter are not finite after the step",
+    "weights_large": "the largest weight, if it is more than float16 can hold",
+    "data_nonfinite": "1: the model was given values that are not finite",
+    "leftover": "largest gradient that an earlier step had used, to which this iteration added",
+    "norm_made": "2-norm of the scaled gradients after the last backward pass",
+    "norm_used": "2-norm of the gradients, at the scale of that pass, when the optimizer stepped",
+    "used_twice": "calls of a module for each call of the model",
+}
+
+
+def _share(part: int, whole: int) -> float:
+    """`part` of `whole`; 0 of nothing."""
+    return part / whole if whole else 0.0

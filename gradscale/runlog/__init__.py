@@ -1,0 +1,24 @@
+"""The log of a run: what every step did, in files of JSON lines that a crash cannot spoil.
+
+A run is a folder with one file for every rank, `rank-0.jsonl` and so on. `RunLog` appends to one,
+`read()` gives back all of them together. docs/logging.md describes the lines.
+"""
+
+from __future__ import annotations
+
+from gradscale.runlog.lines import VERSION, decode, encode, finding_line, sample_line, sample_of
+from gradscale.runlog.reader import Run, read
+from gradscale.runlog.writer import RunLog, rank_file
+
+__all__ = [
+    "VERSION",
+    "Run",
+    "RunLog",
+    "decode",
+    "encode",
+    "finding_line",
+    "rank_file",
+    "read",
+    "sample_line",
+    "sample_of",
+]

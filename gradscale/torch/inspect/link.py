@@ -1,0 +1,131 @@
+"""What an inspector reads of a scaler: which parameters were stepped, at which scale, and whether.
+
+Values stay on the device: nothing here waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gradscale.errors import SettingError
+from gradscale.torch.optim.master_bits import LOW_BITS, MASTER
+from gradscale.torch.scaler import GradScaler
+from gradscale.torch.step.entries import STEPPED, UNSCALED, OptimizerEntry
+
+
+class ScalerLink:
+    """A scaler, watched at the end of every iteration.
+
+    Args:
+        scaler: A `GradScaler`, or what has one as `scaler`, such as `MixedPrecision`.
+        ended: Called at the end of every iteration; not kept alive.
+    """
+
+    def __init__(self, scaler: Any, ended: Callable[[], None]) -> None:
+        inner = getattr(scaler, "scaler", scaler)
+        if not isinstance(inner, GradScaler):
+            raise SettingError(
+                "scaler must be a gradscale.torch.GradScaler or a MixedPrecision, got "
+                f"{type(scaler).__name__}. GradScaler.from_torch() makes one of torch's."
+            )
+        self.scaler = inner
+        self._pipeline = inner._pipeline
+        self._ended = weakref.WeakMethod(ended)
+        self._skips = 0
+        self._pipeline.monitor.watchers.append(self._end)
+
+    def detach(self) -> None:
+        """Stops watching."""
+        watchers = self._pipeline.monitor.watchers
+        watchers[:] = [watcher for watcher in watchers if watcher != self._end]
+
+    def _end(self) -> None:
+        """Passes on the end of an iteration, unless the inspector is gone."""
+        call = self._ended()
+        if call is None:
+            self.detach()
+        else:
+            call()
+
+    def stepped(self) -> list[Tensor]:
+        """The parameters that were stepped, or whose step was skipped, in this iteration."""
+        entries = self._pipeline.entries.all
+        return [p for entry in entries if entry.stage is STEPPED for p in entry.stepped_params]
+
+    def with_masters(self) -> list[Tensor]:
+        """The parameters whose steps add up in masters."""
+        found = []
+        for entry in self._pipeline.entries.all:
+            params = [p for group in entry.param_groups() for p in group["params"]]
+            state = getattr(entry.optimizer, "state", {})
+            for param in params:
+                kept = state.get(param, {})
+                if entry.masters is not None or MASTER in kept or LOW_BITS in kept:
+                    found.append(param)
+        return found
+
+    def aside(self) -> bool:
+        """Whether gradients are set aside for a pass whose loss has a scale of its own."""
+        return self._pipeline.passes.aside
+
+    def format(self) -> str:
+        """The format that the scaler is for."""
+        return self._pipeline.state.format.name
+
+    def scale(self) -> Tensor | float:
+        """The scale of the gradients of this iteration."""
+        last = self._pipeline.passes.last
+        return 1.0 if last is None or not self.scaler.is_enabled() else last.scale.value
+
+    def numbers(self) -> dict[tuple[str, str], Tensor]:
+        """Facts of the step of this iteration: scale, whether it was applied, its number."""
+        monitor, found = self._pipeline.monitor, {}
+        scale = torch.as_tensor(self.scale(), dtype=torch.float32)
+        found["scale", ""] = scale
+        outcome = monitor.outcome()
+        if outcome is not None:
+            found["applied", ""] = outcome.applied
+            found["loss_finite", ""] = outcome.loss_finite
+            if outcome.grad_norm is not None:
+                found["grad_norm", ""] = outcome.grad_norm * scale.to(outcome.grad_norm.device)
+        steps = self._pipeline.state.counters.steps
+        found["step", ""] = torch.as_tensor(steps).clone()
+        return found
+
+    def skipped_lately(self) -> bool:
+        """Whether a step was skipped that was not seen before, as far as is known by now."""
+        history = self._pipeline.monitor.tracker.history
+        skips = [step for step, _, name in list(history)[-8:] if name == "skip"]
+        new = bool(skips) and skips[-1] > self._skips
+        self._skips = max([self._skips, *skips])
+        return new
+
+    def hook_steps(self, at_step: Callable[[Tensor | float], None]) -> list[RemovableHandle]:
+        """Calls `at_step` before every step, with what gives gradients the scale of the pass."""
+
+        def before(entry: OptimizerEntry, *_: Any) -> None:
+            unscaled = entry.stage is UNSCALED or entry.unscaled_in is not None
+            at_step(self.scale() if unscaled else 1.0)
+
+        handles = []
+        for entry in self._pipeline.entries.all:
+            register = getattr(entry.optimizer, "register_step_pre_hook", None)
+            if register is not None:
+                handles.append(register(lambda *_, entry=entry: before(entry)))
+        return handles
+
+    def keeps_log(self) -> bool:
+        """Whether the scaler keeps a log of the run."""
+        return self._pipeline.monitor.stream is not None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Adds a line to the log of the run, if the scaler keeps one."""
+        stream = self._pipeline.monitor.stream
+        if stream is not None:
+            stream.write(line)

@@ -1,0 +1,3 @@
+"""What is below scripts/ is run by tests, as programs: not imported."""
+
+collect_ignore = ["scripts"]

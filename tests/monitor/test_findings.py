@@ -1,0 +1,165 @@
+"""Findings from records: what a healthy run does is none, and each fault is one, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradscale.monitor.findings import (
+    APART,
+    FALL,
+    KINDS,
+    LASTING,
+    MEASURED,
+    OFTEN,
+    START,
+    WINDOW,
+    Finding,
+    RecordRules,
+    from_records,
+    merged,
+)
+from gradscale.policy import Dynamic, GradStats
+
+
+def record(number: int, verdict: str = "", **more: Any) -> dict[str, Any]:
+    """A step that was applied, or skipped for this reason."""
+    one = {"optimizer": 0, "applied": not verdict, "scale": 8.0, "skipped_in_a_row": 0, **more}
+    moves = one.pop("moves", [])
+    if verdict:
+        one["verdict"] = verdict
+    return {"kind": "step", "step": number, "scale": 8.0, "steps": [one], "moves": moves}
+
+
+def kinds(records: Any) -> list[str]:
+    return [finding.kind for finding in from_records(records)]
+
+
+def dynamic_run(limit: float, steps: int, **settings: Any) -> Iterator[dict[str, Any]]:
+    """A run whose gradients overflow above the scale `limit`, by torch's rule."""
+    policy = Dynamic(**settings)
+    state, row = policy.init(), 0
+    for number in range(1, steps + 1):
+        scale = state.scale
+        fine = scale <= limit
+        row = 0 if fine else row + 1
+        state = policy.update(state, GradStats(finite=fine))
+        moves = [[0, scale, state.scale, 0.0]] if scale != state.scale else []
+        verdict = "" if fine else "scale too high"
+        yield record(number, verdict, scale=scale, skipped_in_a_row=row, moves=moves)
+
+
+@pytest.mark.parametrize("limit", [2.0**12, 2.0**18, 2.0**40])
+def test_healthy_run_has_none(limit: float) -> None:
+    assert kinds(dynamic_run(limit, 3000, growth_interval=100)) == []
+
+
+def test_each_fault_of_the_scale_is_found_at_its_threshold() -> None:
+    assert kinds(dynamic_run(2.0 ** (17 - FALL), 50)) == []
+    assert kinds(dynamic_run(2.0 ** (16 - FALL), 50)) == ["scale-too-high"]
+    # From the first of twenty skips to the last are 19 periods of growth_interval + 1 steps.
+    rare = (WINDOW - 1) // (OFTEN - 1)
+    assert kinds(dynamic_run(2.0**16, 2000, growth_interval=rare)) == []
+    assert kinds(dynamic_run(2.0**16, 2000, growth_interval=rare - 1)) == ["skips-too-often"]
+
+
+def test_skips_at_the_start_do_not_count_as_too_often() -> None:
+    lines = [record(n, "scale too high" if n % 3 else "") for n in range(1, START + 1)]
+    assert kinds(lines) == []
+    assert kinds({**line, "step": line["step"] + START} for line in lines) == ["skips-too-often"]
+
+
+def test_evidence_names_the_scales_and_is_kept_up_to_date() -> None:
+    rules = RecordRules()
+    new = [found for line in dynamic_run(2.0**4, 50) for found in rules.take(line)]
+    assert [(found.kind, found.step) for found in new] == [("scale-too-high", FALL)]
+    assert f"{FALL} steps in a row" in new[0].evidence
+    (latest,) = rules.findings()
+    assert latest.evidence == (
+        "12 steps in a row were skipped because gradients overflowed, at scales from 65536 to 32."
+    )
+    assert str(latest) == f"scale-too-high (first at step 8): {latest.evidence} {latest.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind"),
+    [
+        ("loss not finite", "loss-not-finite"),
+        ("NaN at any scale", "nan-at-any-scale"),
+        ("scale too low", "scale-too-low"),
+    ],
+)
+def test_what_no_scale_cures_is_found_at_once(verdict: str, kind: str) -> None:
+    bad = record(4, verdict, culprits=[["layer.weight", 0, 0, 3]])
+    (found,) = from_records([record(3), bad, record(5), {**bad, "step": 6}])
+    assert (found.kind, found.step) == (kind, 4)
+    assert found.where == ("layer.weight" if verdict == "NaN at any scale" else "")
+    assert found.evidence == f"2 steps were skipped ({verdict})."
+    assert found.remedy == KINDS[kind]
+
+
+def test_step_without_gradients_is_no_skip() -> None:
+    assert kinds(record(n, "no gradients", skipped_in_a_row=n) for n in range(1, 500)) == []
+
+
+def test_graph_replays_have_flags_only() -> None:
+    def replay(number: int, finite: bool) -> dict[str, Any]:
+        one = {"optimizer": 0, "applied": False, "loss_finite": finite, "skipped_in_a_row": number}
+        return {"kind": "step", "step": number, "scale": 1.0, "steps": [one], "moves": []}
+
+    assert kinds([replay(1, True)]) == []
+    assert kinds([replay(1, False)]) == ["loss-not-finite"]
+    assert kinds([replay(n, True) for n in range(1, 51)]) == ["stuck"]
+
+
+def test_stuck_goes_by_the_setting() -> None:
+    lines = [record(n, "stuck at the floor", skipped_in_a_row=n) for n in range(1, 4)]
+    assert kinds(lines) == []
+    (found,) = from_records(lines, stuck_after=3)
+    assert (found.kind, found.step) == ("stuck", 3)
+    assert "'stuck at the floor'" in found.evidence
+
+
+def test_room_for_a_higher_scale_is_found_only_if_gradients_vanish() -> None:
+    def measured(underflow: float | None, headroom: float) -> list[dict[str, Any]]:
+        lines = [record(n, underflow=underflow, headroom=headroom) for n in range(MEASURED)]
+        return lines if underflow is not None else [record(n, headroom=9.0) for n in range(99)]
+
+    assert kinds(measured(0.06, 7.0)) == ["scale-too-low"]
+    assert kinds(measured(0.06, 7.0)[1:]) == []
+    assert (
+        kinds(measured(0.04, 7.0)) == kinds(measured(0.06, 5.0)) == kinds(measured(None, 9)) == []
+    )
+
+
+def test_losses_far_apart_for_long_are_unbalanced() -> None:
+    def apart(binades: int, steps: int) -> list[dict[str, Any]]:
+        moves = [[0, 2.0, 1.0, 0.0], ["other", 2.0**binades / 2, 2.0**binades, 0.0]]
+        return [record(1, moves=moves), *(record(n) for n in range(2, steps + 2))]
+
+    (found,) = from_records(apart(APART, LASTING))
+    assert found.kind == "losses-unbalanced"
+    assert "loss 0 is 1 and that of loss 'other' 2048, 11 binades" in found.evidence
+    assert kinds(apart(APART - 1, 2 * LASTING)) == kinds(apart(APART, LASTING - 1)) == []
+
+
+def test_run_that_goes_back_does_not_count_twice() -> None:
+    one = [record(n, "scale too high" if n % 30 == 0 else "") for n in range(101, 500)]
+    assert kinds(one) == kinds(one + one) == []
+
+
+def test_ranks_that_find_the_same_find_it_once() -> None:
+    lines = [{**record(3, "loss not finite"), "rank": rank} for rank in (0, 1)]
+    assert [found.rank for found in from_records(lines)] == [None]
+    assert [found.rank for found in from_records([lines[1], {**record(3), "rank": 0}])] == [1]
+    a = Finding.of("stuck", "x", step=5, rank=1)
+    assert merged([a, a._replace(step=2)]) == [a._replace(step=2)]
+
+
+def test_every_kind_has_advice_in_sentences() -> None:
+    for kind, remedy in KINDS.items():
+        assert remedy.endswith("."), kind
+        text = str(Finding.of(kind, "Evidence.", "a.b", step=1, rank=2))
+        assert text.startswith(f"{kind} in a.b (first at step 1, rank 2): Evidence. ")
