@@ -93,18 +93,19 @@ class Inspector:
         self._iteration += 1
         self._since += 1
         link, window = self._link, self._window
-        stepped = None if link is None else link.stepped()
         skipped = link is not None and link.skipped_lately()
-        if window is not None:
-            window.iterations += 1
-            if window.probe.passes or window.iterations >= _PATIENCE:
-                self._window = None
-                self._pending.append(window.end(self._iteration, link, stepped))
-        if self._window is None:
-            soon = skipped and self._since * _SOONER >= self.every
-            if self._since >= self.every or soon:
+        due = self._since >= self.every or (skipped and self._since * _SOONER >= self.every)
+        if window is not None or due:  # else nothing more: most iterations end here
+            stepped = None if link is None else link.stepped()
+            if window is not None:
+                window.iterations += 1
+                if window.probe.passes or window.iterations >= _PATIENCE:
+                    self._window = None
+                    self._pending.append(window.end(self._iteration, link, stepped))
+            if due and self._window is None:
                 self._open(stepped)
-        self._collect(wait=False)
+        if self._pending:
+            self._collect(wait=False)
 
     def _open(self, stepped: list[Tensor] | None) -> None:
         """Begins a sample."""

@@ -79,8 +79,10 @@ def test_nothing_is_left_after_an_exception_or_without_the_inspector() -> None:
     model = mlp()
     scaler = GradScaler("cpu")
 
+    kept = Inspector(model, scaler)
+
     def fail() -> None:
-        with Inspector(model, scaler):
+        with kept:
             assert hooks(model)
             model(torch.ones(1, 8))
             raise ZeroDivisionError
@@ -244,27 +246,29 @@ def test_the_range_of_the_inputs_is_exact() -> None:
 
 class Masked(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return (x + mask).softmax(-1)
+        return x + mask
 
 
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scores, self.soft, self.out = nn.Linear(8, 8), Masked(), nn.Linear(8, 1)
+        self.scores, self.scores_masked, self.out = nn.Linear(8, 8), Masked(), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.zeros(8)
         mask[4:] = -math.inf
-        return self.out(self.soft(self.scores(x), mask))
+        return self.out(self.scores_masked(self.scores(x), mask).softmax(-1))
 
 
-def test_a_mask_of_minus_infinity_is_healthy_and_not_the_first_suspect() -> None:
+def test_minus_infinity_that_a_softmax_takes_out_is_healthy() -> None:
     loop = Loop(Attends(), every=1)
     loop.step()
     assert loop.inspector.samples[-1].first_nonfinite is None
+    assert any(tensor.infs for tensor in loop.inspector.samples[-1].of("activation"))
+    assert loop.inspector.findings() == []
     with torch.no_grad():
         loop.model.out.weight.fill_(1e6)
-    loop.step()
+    loop.step()  # nor is it the first suspect when something else overflows
     assert loop.inspector.samples[-1].first_nonfinite[:2] == ("out", "forward")
 
 
@@ -328,6 +332,18 @@ def test_a_sample_waits_for_an_iteration_in_which_the_model_has_a_pass() -> None
     (sample,) = inspector.samples
     assert sample.step == 2
     assert len(sample.of("weight_grad")) == 4
+
+
+def test_an_evaluation_is_not_part_of_a_sample() -> None:
+    loop = Loop(mlp(), every=1)
+    loop.model.eval()
+    with torch.no_grad():
+        loop.model(torch.full((100, 8), math.nan))
+    loop.model.train()
+    loop.step()
+    (sample,) = loop.inspector.samples
+    assert [t.numel for t in sample.of("activation")] == [16 * 32, 16 * 32, 16]
+    assert sample.fact("data_nonfinite") == {}
 
 
 def test_a_copy_or_a_pickle_of_a_sampled_model_is_not_sampled() -> None:
