@@ -73,6 +73,7 @@ class Inspector:
         self._iteration = 0
         self._since = 0
         self._closed = False
+        self._finalizer: Any = None
         self._open(None)
 
     # Iterations.
@@ -110,8 +111,14 @@ class Inspector:
     def _open(self, stepped: list[Tensor] | None) -> None:
         """Begins a sample."""
         self._since = 0
-        self._window = _Window(self._subject, self._tables, self._eager, self._link, stepped)
-        weakref.finalize(self, self._window.close)
+        # Gradients can be there before the first iteration for any reason.
+        looks_back = self._iteration > 0 and (self._link is None or stepped is not None)
+        self._window = _Window(
+            self._subject, self._tables, self._eager, self._link, stepped, looks_back
+        )
+        if self._finalizer is not None:
+            self._finalizer.detach()  # it would keep the window of before
+        self._finalizer = weakref.finalize(self, self._window.close)
 
     def close(self) -> None:
         """Removes every hook, stops following the scaler, and writes what is due to its log.
@@ -208,12 +215,11 @@ class _Window:
         eager: Eager,
         link: ScalerLink | None,
         stepped: list[Tensor] | None,
+        looks_back: bool,
     ) -> None:
         self.iterations = 0
         self._subject, self._tables, self._eager = subject, tables, eager
-        self._stepped, self._first = stepped, True
-        # Gradients can be there before the first iteration for any reason.
-        self._looks_back = link is None or stepped is not None
+        self._stepped, self._looks_back = stepped, looks_back
         for each in tables.values():
             each.clear()
         self.weights = Weights(subject.params)
@@ -229,9 +235,9 @@ class _Window:
 
     def _at_pass(self) -> None:
         """Looks at gradients when the first pass begins."""
-        if self._first and self._looks_back:
+        if self._looks_back:
+            self._looks_back = False
             self.weights.at_pass(self._stepped)
-        self._first = False
 
     def close(self) -> None:
         """Removes every hook."""

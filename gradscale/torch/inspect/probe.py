@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradscale.monitor.samples import ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD
-from gradscale.torch.grads.collect import dense_grads
 from gradscale.torch.grads.dispatch import capturing
-from gradscale.torch.inspect.counts import MOST, Counts, flat, step_for
+from gradscale.torch.inspect.counts import MOST, Counts, flat, gradient, step_for
 from gradscale.torch.inspect.trail import GRAD, INPUT, INPUT_GRAD, OUTPUT, Made, Trail
 from gradscale.torch.mixed_precision.containers import mapped
 from gradscale.torch.telemetry.names import bare
@@ -208,7 +207,7 @@ class Probe:
             if param.grad is None:
                 continue
             self.with_grad.add(name)
-            value = flat(dense_grads([param])[0])
+            value = gradient(param)
             if value is not None:
                 row = self.subject.rows[WEIGHT_GRAD, name]
                 if not self.aside():

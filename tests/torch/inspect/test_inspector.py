@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,41 @@ def test_samples_are_bounded_and_come_after_a_skipped_step() -> None:
     assert steps[:3] == [1, 4, 7] or steps[:3] == [1, 3, 5]
     assert steps[-1] - steps[-2] == 20
     assert loop.inspector._samples.maxlen == 1000
+
+
+def test_windows_that_have_ended_are_not_kept() -> None:
+    loop = Loop(mlp(), every=1)
+    loop.step()
+    old = weakref.ref(loop.inspector._window)
+    for _ in range(3):
+        loop.step()
+    gc.collect()
+    assert old() is None
+
+
+def test_gradients_from_before_the_first_iteration_are_not_suspected() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.ones(4, 8)).sum().backward()
+    inspector = Inspector(model, every=1)
+    for clears in (True, False, False):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        inspector.step()
+    assert [bool(s.fact("leftover")) for s in inspector.samples] == [False, False, True]
+
+
+def test_sparse_gradients_are_counted_and_left_as_they_are() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    inspector = Inspector(model, every=1)
+    model(torch.tensor([1, 1, 3])).sum().backward()
+    assert not model[0].weight.grad.is_coalesced()
+    inspector.step()
+    (found,) = [t for t in inspector.samples[0].of("weight_grad") if t.name == "0.weight"]
+    assert found.numel == 2 * 4  # two different words
+    assert not model[0].weight.grad.is_coalesced()
 
 
 def test_weights_with_masters_lose_no_update() -> None:
