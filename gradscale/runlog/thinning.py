@@ -60,24 +60,33 @@ class Thinning:
         self._count += 1
         return True
 
-    def is_due(self) -> bool:
-        """Whether the file has too many lines."""
-        return self._count > self._limit
+    def is_full(self) -> bool:
+        """Whether the file must be thinned before the next line."""
+        return self._count >= self._limit
 
-    def rewrite(self) -> None:
-        """Writes the lines that stay to the new file."""
-        self._stride, self._count = self._next_stride()
-        # Numbers that repeat may not get fewer: then the next try is when there are twice as many.
-        self._limit = max(self._max_steps, 2 * self._count)
+    def rewrite(self) -> tuple[int, int]:
+        """The stride and the count of the new file, after writing the lines that stay to it."""
+        stride, count = self._next_stride()
         with self._path.open("rb") as old, self.new.open("wb") as new:
             for text in old:
                 number = number_of(text)
                 whole = text.endswith(b"\n") and _STRIDE.match(text) is None
-                if whole and (number is None or number % self._stride == 0):
+                if whole and (number is None or number % stride == 0):
                     new.write(text)
-            new.write(encode({"kind": "thinned", "stride": self._stride}))
+            new.write(encode({"kind": "thinned", "stride": stride}))
             new.flush()
             os.fsync(new.fileno())  # before it takes the place of a file that is complete
+        return stride, count
+
+    def replaced(self, stride: int, count: int) -> None:
+        """The new file has taken the place of the old one."""
+        self._stride, self._count = stride, count
+        # Numbers that repeat may not get fewer: then the next try is when there are twice as many.
+        self._limit = max(self._max_steps, 2 * count if count > self._max_steps * 3 // 4 else 0)
+
+    def failed(self) -> None:
+        """The file stays as it is until there are twice as many lines."""
+        self._limit = 2 * self._count
 
     def _next_stride(self) -> tuple[int, int]:
         """The stride that makes room for a quarter of the lines, and how many it leaves.

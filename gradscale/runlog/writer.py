@@ -185,6 +185,12 @@ class _Writer:
         except (TypeError, ValueError, RecursionError, KeyError) as error:
             self._fail(f"a line cannot be encoded: {error}")
             return
+        if self.thinning.is_full():
+            try:
+                self._thin()
+            except OSError as error:
+                self.thinning.failed()
+                self._fail(f"it grows beyond max_steps: {error.strerror or error}")
         if not self.thinning.keeps(text):
             return
         try:
@@ -193,11 +199,6 @@ class _Writer:
             self._append(text)
         except OSError as error:
             self._fail(error.strerror or str(error))
-        if self.thinning.is_due():
-            try:
-                self._thin()
-            except OSError as error:
-                self._fail(f"it grows beyond max_steps: {error.strerror or error}")
 
     def _append(self, text: bytes) -> None:
         """Appends `text`; an OSError if not all of it could be written."""
@@ -211,16 +212,19 @@ class _Writer:
 
     def _thin(self) -> None:
         """Puts a thinner file in the place of the old one."""
-        new = self.thinning.new
+        new, file = self.thinning.new, None
         try:
-            self.thinning.rewrite()
-            file = _locked(new)
+            stride, count = self.thinning.rewrite()
+            file = _locked(new)  # before another log can open it
             os.replace(new, self.path)
         except OSError:
+            if file is not None:
+                os.close(file)
             new.unlink(missing_ok=True)
             raise
         os.close(self._file)
-        self._file = file
+        self._file, self._torn = file, False
+        self.thinning.replaced(stride, count)
 
     def _fail(self, why: str) -> None:
         """Notes what is wrong, for the thread that trains to warn of."""

@@ -100,8 +100,7 @@ def kill_again_and_again(folder: Path, max_steps: int, times: int) -> None:
             assert not missing
         assert all(number % 7 for number in missing)  # skips are all there
         assert len(found) == len(kept)
-        # One more if it was killed between writing that and making room.
-        assert sum(number % 7 > 0 for number in found) <= max_steps + 1
+        assert sum(number % 7 > 0 for number in found) <= max_steps
     assert read_quietly(folder).skipped_lines <= times
     assert before > 0
 
@@ -305,5 +304,5 @@ def test_file_that_cannot_be_thinned_is_a_warning(
     with pytest.warns(UserWarning, match="grows beyond max_steps: Input/output error"):
         log.flush()
     log.close()
-    assert numbers(tmp_path)[:5] == [1, 2, 3, 4, 5]
+    assert numbers(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
