@@ -77,6 +77,8 @@ def compile_gradients() -> None:
     rescale.multiply(tables, one)
     for smallest_normal, unscale in itertools.product((None, 1.0), (False, True)):
         measure.measure(tables, one, smallest_normal=smallest_normal, unscale=unscale)
+    for grad in grads:
+        kernels.module("exponents").count(grad, torch.zeros(258, dtype=torch.int64), 3, 1)
     one_table = tables[:1]
     losses = [(packed.LOSS_OFF, None), (packed.LOSS_FLAG, flag), (packed.LOSS_RAW, one)]
     for policy, (kind, loss) in itertools.product((Off(), Dynamic(), Headroom()), losses):

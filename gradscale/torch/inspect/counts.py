@@ -105,6 +105,22 @@ def flat(tensor: Any) -> Tensor | None:
     return value.reshape(-1)
 
 
+def gradient(param: Tensor) -> Tensor | None:
+    """The numbers of the gradient of `param` that this rank has, in one dimension; None if none.
+
+    Of summands that ranks have not added up yet, its own: nothing is communicated, because ranks
+    need not sample the same iterations. `param.grad` is left as it is.
+    """
+    grad = local(param.grad)
+    if grad is None:
+        return None
+    if grad.layout is torch.sparse_coo:
+        grad = grad.coalesce().values()
+    elif grad.layout is not torch.strided:
+        grad = grad.values()
+    return flat(grad)
+
+
 def step_for(tensor: Tensor, most: int) -> int:
     """How many places apart elements are counted, so that there are at most `most`.
 

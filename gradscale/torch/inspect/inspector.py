@@ -73,6 +73,7 @@ class Inspector:
         self._iteration = 0
         self._since = 0
         self._closed = False
+        self._finalizer: Any = None
         self._open(None)
 
     # Iterations.
@@ -93,24 +94,31 @@ class Inspector:
         self._iteration += 1
         self._since += 1
         link, window = self._link, self._window
-        stepped = None if link is None else link.stepped()
         skipped = link is not None and link.skipped_lately()
-        if window is not None:
-            window.iterations += 1
-            if window.probe.passes or window.iterations >= _PATIENCE:
-                self._window = None
-                self._pending.append(window.end(self._iteration, link, stepped))
-        if self._window is None:
-            soon = skipped and self._since * _SOONER >= self.every
-            if self._since >= self.every or soon:
+        due = self._since >= self.every or (skipped and self._since * _SOONER >= self.every)
+        if window is not None or due:  # else nothing more: most iterations end here
+            stepped = None if link is None else link.stepped()
+            if window is not None:
+                window.iterations += 1
+                if window.probe.passes or window.iterations >= _PATIENCE:
+                    self._window = None
+                    self._pending.append(window.end(self._iteration, link, stepped))
+            if due and self._window is None:
                 self._open(stepped)
-        self._collect(wait=False)
+        if self._pending:
+            self._collect(wait=False)
 
     def _open(self, stepped: list[Tensor] | None) -> None:
         """Begins a sample."""
         self._since = 0
-        self._window = _Window(self._subject, self._tables, self._eager, self._link, stepped)
-        weakref.finalize(self, self._window.close)
+        # Gradients can be there before the first iteration for any reason.
+        looks_back = self._iteration > 0 and (self._link is None or stepped is not None)
+        self._window = _Window(
+            self._subject, self._tables, self._eager, self._link, stepped, looks_back
+        )
+        if self._finalizer is not None:
+            self._finalizer.detach()  # it would keep the window of before
+        self._finalizer = weakref.finalize(self, self._window.close)
 
     def close(self) -> None:
         """Removes every hook, stops following the scaler, and writes what is due to its log.
@@ -207,12 +215,11 @@ class _Window:
         eager: Eager,
         link: ScalerLink | None,
         stepped: list[Tensor] | None,
+        looks_back: bool,
     ) -> None:
         self.iterations = 0
         self._subject, self._tables, self._eager = subject, tables, eager
-        self._stepped, self._first = stepped, True
-        # Gradients can be there before the first iteration for any reason.
-        self._looks_back = link is None or stepped is not None
+        self._stepped, self._looks_back = stepped, looks_back
         for each in tables.values():
             each.clear()
         self.weights = Weights(subject.params)
@@ -228,9 +235,9 @@ class _Window:
 
     def _at_pass(self) -> None:
         """Looks at gradients when the first pass begins."""
-        if self._first and self._looks_back:
+        if self._looks_back:
+            self._looks_back = False
             self.weights.at_pass(self._stepped)
-        self._first = False
 
     def close(self) -> None:
         """Removes every hook."""

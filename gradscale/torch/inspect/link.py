@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class ScalerLink:
         self.scaler = inner
         self._pipeline = inner._pipeline
         self._ended = weakref.WeakMethod(ended)
-        self._skips = 0
+        self._skips, self._events = 0, 0
+        self._newest: Any = None
         self._pipeline.monitor.watchers.append(self._end)
 
     def detach(self) -> None:
@@ -101,8 +103,12 @@ class ScalerLink:
     def skipped_lately(self) -> bool:
         """Whether a step was skipped that was not seen before, as far as is known by now."""
         history = self._pipeline.monitor.tracker.history
-        skips = [step for step, _, name in list(history)[-8:] if name == "skip"]
-        new = bool(skips) and skips[-1] > self._skips
+        if len(history) == self._events and (not history or history[-1] is self._newest):
+            return False
+        self._events, self._newest = len(history), history[-1] if history else None
+        # A skip may be followed by other events of the same update().
+        skips = [step for step, _, name in islice(reversed(history), 8) if name == "skip"]
+        new = max(skips, default=0) > self._skips
         self._skips = max([self._skips, *skips])
         return new
 

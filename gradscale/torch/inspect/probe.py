@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradscale.monitor.samples import ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD
-from gradscale.torch.grads.collect import dense_grads
 from gradscale.torch.grads.dispatch import capturing
-from gradscale.torch.inspect.counts import MOST, Counts, flat, step_for
+from gradscale.torch.inspect.counts import MOST, Counts, flat, gradient, step_for
 from gradscale.torch.inspect.trail import GRAD, INPUT, INPUT_GRAD, OUTPUT, Made, Trail
 from gradscale.torch.mixed_precision.containers import mapped
 from gradscale.torch.telemetry.names import bare
@@ -118,7 +117,7 @@ class Probe:
 
     def before(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes what enters a module."""
-        if _recomputes() or capturing():
+        if _recomputes() or self._leaves_out():
             return
         self.calls[name] = self.calls.get(name, 0) + 1
         events: list[int] = []
@@ -140,7 +139,7 @@ class Probe:
 
     def after(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
         """Counts what a module returns."""
-        if capturing():
+        if self._leaves_out():
             return
         again = _recomputes()
         for tensor in _tensors(output):
@@ -149,6 +148,11 @@ class Probe:
                 made = self._take(name, tensor, again)
             if made is not None and name == "" and made.event is not None:
                 self.trail.outputs.append(made.event)
+
+    def _leaves_out(self) -> bool:
+        """Whether this call is none of the training: an evaluation, or a capture."""
+        evaluates = not torch.is_grad_enabled() and not self.subject.modules[""].training
+        return evaluates or capturing()
 
     def _take(self, name: str, tensor: Tensor, again: bool) -> Made | None:
         """Counts one output; None if it has no numbers. One that is recomputed is not counted."""
@@ -203,7 +207,7 @@ class Probe:
             if param.grad is None:
                 continue
             self.with_grad.add(name)
-            value = flat(dense_grads([param])[0])
+            value = gradient(param)
             if value is not None:
                 row = self.subject.rows[WEIGHT_GRAD, name]
                 if not self.aside():

@@ -133,6 +133,8 @@ class Trail:
             return None
         for event, each in pairs:
             if event.kind == OUTPUT and not each.finite():
+                if math.isfinite(each.high) and any(ranges[i].is_mask() for i in event.inputs):
+                    continue  # it has added a mask
                 return (event.name, "forward", *self._span(ranges, event.inputs))
             if event.kind == INPUT and not each.finite() and not each.is_mask():
                 where = event.name if event.name == root else parent(event.name)

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from gradscale.torch.grads.collect import dense_grads
 from gradscale.torch.grads.dtensor import local
-from gradscale.torch.inspect.counts import FLOATING, flat
+from gradscale.torch.inspect.counts import FLOATING, flat, gradient
 from gradscale.torch.telemetry.transport import Sent
 
 COMPARED = 4096
@@ -56,7 +55,7 @@ class Weights:
         used = None if stepped is None else {id(param) for param in stepped}
         for name, param in self._params.items():
             if param.grad is not None and (used is None or id(param) in used):
-                value = flat(dense_grads([param])[0])
+                value = gradient(param)
                 if value is not None:
                     self._left[name] = torch.linalg.vector_norm(value, math.inf)
 
@@ -64,13 +63,14 @@ class Weights:
         """Keeps what the last pass left: some of the gradients, and their norm."""
         self._numbers["norm_made", ""] = self.norm()
         for name in self._halves:
-            param = self._params[name]
-            if param.grad is not None:
-                self._grads[name] = _some(dense_grads([param])[0]).clone()
+            grad = gradient(self._params[name])
+            if grad is not None:
+                self._grads[name] = _some(grad).clone()
 
     def norm(self) -> Tensor:
         """float32: the 2-norm of all gradients as they are."""
-        grads = dense_grads([p for p in self._params.values() if p.grad is not None])
+        found = map(gradient, self._params.values())
+        grads = [grad for grad in found if grad is not None]
         if not grads:
             return torch.zeros(())
         norms = torch._foreach_norm(grads, 2, torch.float32)

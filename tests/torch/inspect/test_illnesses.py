@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+import _diagnosis  # noqa: E402
 import illnesses  # noqa: E402
-from illnesses import HEALTHY, ILL, Case, Verdict, judge, table  # noqa: E402
+from _diagnosis import Case, Verdict  # noqa: E402
+from illnesses import HEALTHY, ILL, judge, table  # noqa: E402
 
 from gradscale.monitor.findings import KINDS  # noqa: E402
 from gradscale.torch import Inspector  # noqa: E402
@@ -41,7 +43,8 @@ def test_run_has_the_finding_that_was_planted(case: Case) -> None:
 def test_healthy_runs_have_no_finding_whatever_the_seed(
     case: Case, every: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(illnesses, "Inspector", lambda *args, **_: Inspector(*args, every=every))
+    for module in (illnesses, _diagnosis):
+        monkeypatch.setattr(module, "Inspector", lambda *args, **_: Inspector(*args, every=every))
     torch.manual_seed(seed)
     assert case.train() == []
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,10 @@ def test_nothing_is_left_after_an_exception_or_without_the_inspector() -> None:
     model = mlp()
     scaler = GradScaler("cpu")
 
+    kept = Inspector(model, scaler)
+
     def fail() -> None:
-        with Inspector(model, scaler):
+        with kept:
             assert hooks(model)
             model(torch.ones(1, 8))
             raise ZeroDivisionError
@@ -244,27 +247,29 @@ def test_the_range_of_the_inputs_is_exact() -> None:
 
 class Masked(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return (x + mask).softmax(-1)
+        return x + mask
 
 
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scores, self.soft, self.out = nn.Linear(8, 8), Masked(), nn.Linear(8, 1)
+        self.scores, self.scores_masked, self.out = nn.Linear(8, 8), Masked(), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.zeros(8)
         mask[4:] = -math.inf
-        return self.out(self.soft(self.scores(x), mask))
+        return self.out(self.scores_masked(self.scores(x), mask).softmax(-1))
 
 
-def test_a_mask_of_minus_infinity_is_healthy_and_not_the_first_suspect() -> None:
+def test_minus_infinity_that_a_softmax_takes_out_is_healthy() -> None:
     loop = Loop(Attends(), every=1)
     loop.step()
     assert loop.inspector.samples[-1].first_nonfinite is None
+    assert any(tensor.infs for tensor in loop.inspector.samples[-1].of("activation"))
+    assert loop.inspector.findings() == []
     with torch.no_grad():
         loop.model.out.weight.fill_(1e6)
-    loop.step()
+    loop.step()  # nor is it the first suspect when something else overflows
     assert loop.inspector.samples[-1].first_nonfinite[:2] == ("out", "forward")
 
 
@@ -330,6 +335,18 @@ def test_a_sample_waits_for_an_iteration_in_which_the_model_has_a_pass() -> None
     assert len(sample.of("weight_grad")) == 4
 
 
+def test_an_evaluation_is_not_part_of_a_sample() -> None:
+    loop = Loop(mlp(), every=1)
+    loop.model.eval()
+    with torch.no_grad():
+        loop.model(torch.full((100, 8), math.nan))
+    loop.model.train()
+    loop.step()
+    (sample,) = loop.inspector.samples
+    assert [t.numel for t in sample.of("activation")] == [16 * 32, 16 * 32, 16]
+    assert sample.fact("data_nonfinite") == {}
+
+
 def test_a_copy_or_a_pickle_of_a_sampled_model_is_not_sampled() -> None:
     loop = Loop(mlp(), every=1)
     for other in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
@@ -348,6 +365,41 @@ def test_samples_are_bounded_and_come_after_a_skipped_step() -> None:
     assert steps[:3] == [1, 4, 7] or steps[:3] == [1, 3, 5]
     assert steps[-1] - steps[-2] == 20
     assert loop.inspector._samples.maxlen == 1000
+
+
+def test_windows_that_have_ended_are_not_kept() -> None:
+    loop = Loop(mlp(), every=1)
+    loop.step()
+    old = weakref.ref(loop.inspector._window)
+    for _ in range(3):
+        loop.step()
+    gc.collect()
+    assert old() is None
+
+
+def test_gradients_from_before_the_first_iteration_are_not_suspected() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.ones(4, 8)).sum().backward()
+    inspector = Inspector(model, every=1)
+    for clears in (True, False, False):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        inspector.step()
+    assert [bool(s.fact("leftover")) for s in inspector.samples] == [False, False, True]
+
+
+def test_sparse_gradients_are_counted_and_left_as_they_are() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    inspector = Inspector(model, every=1)
+    model(torch.tensor([1, 1, 3])).sum().backward()
+    assert not model[0].weight.grad.is_coalesced()
+    inspector.step()
+    (found,) = [t for t in inspector.samples[0].of("weight_grad") if t.name == "0.weight"]
+    assert found.numel == 2 * 4  # two different words
+    assert not model[0].weight.grad.is_coalesced()
 
 
 def test_weights_with_masters_lose_no_update() -> None:

@@ -19,8 +19,8 @@ def _count(values, row, numel, step, BLOCK: tl.constexpr):
     Elements past the end count as exponent 0; the reader subtracts what is too many.
     """
     found = tl.zeros([256], dtype=tl.int32)
-    zeros = 0
-    nans = 0
+    zeros = tl.zeros([BLOCK], dtype=tl.int32)
+    nans = tl.zeros([BLOCK], dtype=tl.int32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     stride = tl.num_programs(0).to(tl.int64) * BLOCK
     while start < numel:
@@ -29,12 +29,12 @@ def _count(values, row, numel, step, BLOCK: tl.constexpr):
         value = tl.load(values + places * step, mask=inside, other=0.0).to(tl.float32)
         size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         found += tl.histogram(size >> 23, 256)
-        zeros += tl.sum(((size == 0) & inside).to(tl.int32), axis=0)
-        nans += tl.sum((size > 0x7F800000).to(tl.int32), axis=0)
+        zeros += ((size == 0) & inside).to(tl.int32)
+        nans += (size > 0x7F800000).to(tl.int32)
         start += stride
     tl.atomic_add(row + tl.arange(0, 256), found.to(tl.int64))
-    tl.atomic_add(row + 256, tl.cast(zeros, tl.int64))
-    tl.atomic_add(row + 257, tl.cast(nans, tl.int64))
+    tl.atomic_add(row + 256, tl.sum(zeros, axis=0).to(tl.int64))
+    tl.atomic_add(row + 257, tl.sum(nans, axis=0).to(tl.int64))
 
 
 def count(values: Tensor, row: Tensor, numel: int, step: int) -> None:
