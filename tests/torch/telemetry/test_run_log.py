@@ -586,8 +586,11 @@ def test_log_never_waits_for_the_gpu(apply: bool, tmp_path: Path) -> None:
     optimizer = made(layers.parameters(), **({} if apply else {"fused": True}))
     scaler = GradScaler(growth_factor=4.0, growth_interval=3, underflow_every=1)
     scaler.name(layers)
-    scaler.log_to(tmp_path)
     inputs = torch.tensor([1.0, HUGE, 1.0, 1.0, 1.0, math.nan, 1.0], device="cuda")
+    # The first step makes the state of the optimizer, for which torch copies from the host.
+    scaler.backward(sum(layer(inputs[:1].expand(8)).mean() for layer in layers))
+    scaler.apply(optimizer)
+    scaler.log_to(tmp_path)
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype, it says
@@ -605,7 +608,7 @@ def test_log_never_waits_for_the_gpu(apply: bool, tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
     scaler.flush()
     run = read(tmp_path)
-    assert [line["step"] for line in run.steps] == list(range(1, 8))
+    assert [line["step"] for line in run.steps] == list(range(2, 9))
     found = [line["steps"][0].get("verdict") for line in run.steps]
     assert found == [None, "scale too high", None, None, None, "loss not finite", None]
     assert [math.isfinite(line["loss"]) for line in run.steps] == [True] * 5 + [False, True]
