@@ -1,8 +1,9 @@
 """Compiles every kernel for a GPU, without one: what the interpreter takes need not compile.
 
-Run as a program with a compute capability, such as 90, and without TRITON_INTERPRET. Kernels are
-called with tensors on the CPU, and compiled where they would be launched, so no result means
-anything. Prints the kernels' names.
+Run as a program with a compute capability, such as 90, and without TRITON_INTERPRET. A second
+number n compiles every n-th variant of each kernel only. Kernels are called with tensors on the
+CPU, and compiled where they would be launched, so no result means anything. Prints the kernels'
+names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ TYPES = {
     torch.int16: "i16",
     torch.bool: "i1",
 }
+EVERY = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 compiled: dict[Any, str] = {}
+"""The kernels, by the variant: those that were left out are here too."""
 
 
 def compile_instead(
@@ -55,10 +58,13 @@ def compile_instead(
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     constexprs = {(len(types) + place,): constant for place, constant in enumerate(constants)}
     key = (function.__name__, *types, *map(str, constants))
-    if key not in compiled:
+    if key in compiled:
+        return
+    number = list(compiled.values()).count(function.__name__)
+    compiled[key] = function.__name__
+    if number % EVERY == 0:
         source = ASTSource(function, signature, constexprs)
         triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
-        compiled[key] = function.__name__
 
 
 def type_of(argument: Any) -> str:
