@@ -1,9 +1,9 @@
 """The borders of a block: the identity in the forward pass, a factor in the backward pass.
 
-There are four: where tensors leave a block, where they enter it, where they go from one block to the
-next, and its weights. The largest gradients that pass are written to the log of the meters. Where a
-backward pass must change nothing but gradients, because it is compiled or captured, they are returned
-as the gradient of an extra input, the meter.
+There are four: where tensors leave a block, where they enter it, where they go from one block to
+the next, and its weights. The largest gradients that pass are written to the log of the meters.
+Where a backward pass must change nothing but gradients, because it is compiled or captured, they
+are returned as the gradient of an extra input, the meter.
 
 Factors are attributes of the context and not saved tensors, because activation checkpointing would
 replace those by what it finds when it recomputes a block. And forward() takes the context: with
@@ -284,11 +284,12 @@ class Weights(torch.autograd.Function):
             each = factors if isinstance(factors, list) else [factors] * len(wide)
             done = [_times(grad, factor) for grad, factor in zip(wide, each, strict=True)]
         else:
-            done = wide if is_one(factors) else torch._foreach_mul(wide, factors)
-        if len(there) < len(grads):
-            left = iter(done)
-            done = [None if grad is None else next(left) for grad in grads]
-        return None, amax, None, None, None, None, *done
+            done = wide if is_one(factors) else list(torch._foreach_mul(wide, factors))
+        if len(there) == len(grads):
+            return None, amax, None, None, None, None, *done
+        left = iter(done)
+        parts = (None if grad is None else next(left) for grad in grads)
+        return None, amax, None, None, None, None, *parts
 
 
 leave: Callable[..., Tensor] = Output.apply
@@ -310,7 +311,7 @@ def _now(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 leave_now: Callable[..., Tensor] = _now(Output)
 enter_now: Callable[..., Tensor] = _now(Input)
-change: Callable[..., Tensor] = super(torch.autograd.Function, Change).apply  # type: ignore[misc]
+change: Callable[..., Tensor] = super(torch.autograd.Function, Change).apply
 """Not where functorch transforms are active."""
 
 

@@ -1,8 +1,8 @@
 """The hooks that put borders around the blocks of a model while it runs.
 
 Where two neighbours have the same scale there is no border between them, unless gradients are
-measured there. And where all scales are 1 there are none at all. In passes that do not measure, most
-blocks are called without their hooks (runs.py).
+measured there. And where all scales are 1 there are none at all. In passes that do not measure,
+most blocks are called without their hooks (runs.py).
 
 Borders lie around what FSDP2 does to inputs and outputs; weights are replaced inside of that, where
 they are gathered and their gradients are not reduced yet.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import CallOrderError, SettingError
-from gradscale.torch.blocks.chains import Block
+from gradscale.torch.blocks.chains import Block, device_of
 from gradscale.torch.blocks.edges import (
     OUTSIDE,
     Clock,
@@ -80,7 +80,7 @@ class BlockHooks:
         """The block whose output the last input was, None if it was something else."""
         self._used: set[Any] = set()
         """The operations of all gaps of this forward pass."""
-        self.device = _device_of(blocks)
+        self.device = device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
         units = find_units(blocks)
@@ -196,7 +196,7 @@ class BlockHooks:
             inside = (arrive(args[0]),), kwargs
         else:
             inside = tree_map_only(Tensor, arrive, (args, kwargs))
-        if self.measures and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.measures:
             is_one = len(args) == 1 and not kwargs and args[0] is not inside[0][0]
             self.runs.note(place, self._direct if is_one else None, args[0] if args else None)
         if unit is not None:
@@ -382,19 +382,6 @@ class BlockHooks:
         self._handles = []
         self.forget()
         self.weights.remove()
-
-
-def _device_of(blocks: Sequence[Block]) -> torch.device:
-    """The device of all weights of `blocks`."""
-    members = (module for block in blocks for module in block.modules)
-    devices = {param.device for module in members for param in module.parameters()}
-    if len(devices) != 1:
-        raise SettingError(
-            "blocks must have weights on one device, got "
-            f"{', '.join(sorted(map(str, devices))) or 'no weights'}. Make one BlockScales for the "
-            "blocks of each device."
-        )
-    return devices.pop()
 
 
 def _num_hooks(module: nn.Module) -> int:

@@ -55,7 +55,8 @@ class Log:
         found = torch.stack(self._found).clamp(min=VANISHED)
         num, key = borders.shape[1], tuple(self._routes)
         if key not in self._indices:
-            rows = [[num if each == OUTSIDE else each for each in row] for row in zip(*key)]
+            columns = zip(*key, strict=True)
+            rows = [[num if each == OUTSIDE else each for each in column] for column in columns]
             on_host = torch.tensor(rows, pin_memory=borders.device.type == "cuda")
             self._indices = {key: on_host.to(borders.device, non_blocking=True)}
         left, scaled_by, to = self._indices[key]

@@ -40,7 +40,7 @@ def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str
             _refuse_argument(blocks[place], repr(name))
         written = isinstance(node, BackwardCFunction)  # in Python, as ours are
         weights = written and getattr(node, "mark", None) == hooks.mark
-        route = getattr(node, "route", None) if written else None
+        route: Any = getattr(node, "route", None) if written else None
         ours = route is not None and route[0] == hooks.mark
         expected = route[1] if ours else seen.get(node, place)
         expected = node.places[nr] if weights else expected

@@ -28,8 +28,11 @@ from gradscale.torch.blocks.units import Unit
 if TYPE_CHECKING:
     from gradscale.torch.blocks.hooks import BlockHooks
 
-_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
-"""The number of the operation that autograd will record next, in this thread."""
+_number: Any = getattr(torch.autograd, "_get_sequence_nr", None)
+"""The number of the operation that autograd will record next, in this thread; None if this torch
+does not say so."""
+_uses: Any = getattr(Tensor, "_use_count", None)
+"""How often Python (once) and saved graphs refer to a tensor."""
 
 
 class Call(NamedTuple):
@@ -147,7 +150,7 @@ class Runs:
         """Something else than the next block of a run uses what there is, or may have done so."""
         if self._output is not None:
             self._share(self._maker)
-        elif self._before and (_number() != self._at or self._is_used()):  # type: ignore[misc]
+        elif self._before and (_number() != self._at or self._is_used()):
             self._share(self._before_maker)
         self._output, self._before = None, []
 
@@ -169,11 +172,11 @@ class Runs:
         """
         place, module, unit, first, last = part
         hooks, weights = self._hooks, self._hooks.weights
-        own, start = hooks.num_hooks[module], None if unit is None else unit.start
+        own, start = hooks.num_hooks[module], -1 if unit is None else unit.start
         befores, afters = module._forward_pre_hooks, module._forward_hooks
-        is_compiling, count, number = torch.compiler.is_compiling, sys.getrefcount, _number
-        extra = _extra()
-        assert number is not None and extra is not None  # see begin()
+        is_compiling, count = torch.compiler.is_compiling, sys.getrefcount
+        number, uses = _number, _uses
+        extra = _extra() or 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if (
@@ -197,7 +200,7 @@ class Runs:
                 ):
                     before = self._before
                     if before and (
-                        count(before[0]) > (2 + extra if before[0]._use_count() > 1 else 2)
+                        count(before[0]) > 2 + extra * (uses(before[0]) > 1)
                         or before[0]._backward_hooks
                         or before[0].retains_grad
                     ):
@@ -267,7 +270,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 def is_held(cell: list[Tensor]) -> bool:
     """Whether something in Python refers to the tensor in `cell`, besides `cell`."""
-    saved = cell[0]._use_count() > 1
+    saved = _uses(cell[0]) > 1
     return sys.getrefcount(cell[0]) > 2 + (_extra() or 0) * saved
 
 
@@ -277,14 +280,14 @@ def _extra() -> int | None:
 
     None if this torch or this Python counts in a way that is not known here.
     """
-    if not hasattr(Tensor, "_use_count"):
+    if _uses is None:
         return None
     with torch.enable_grad():
         cell = [torch.ones(1, requires_grad=True) * 1]
-        if sys.getrefcount(cell[0]) != 2 or cell[0]._use_count() != 1:
+        if sys.getrefcount(cell[0]) != 2 or _uses(cell[0]) != 1:
             return None
         square = cell[0].square()
-        if cell[0]._use_count() <= 1:
+        if _uses(cell[0]) <= 1:
             return None
         extra = sys.getrefcount(cell[0]) - 2
         del square

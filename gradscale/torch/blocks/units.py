@@ -108,9 +108,9 @@ class Group:
         """Takes over views."""
         self.swaps = swaps
         every = [swap for each in swaps.values() for swap in each]
-        plain = all(type(s.param) is nn.Parameter and type(s.view) is Tensor for s in every)
-        made = [(s.params, s.name, s.param, s.view.data_ptr(), s.view.dtype) for s in every if plain]
-        self._made = made if plain else None
+        self._made = None
+        if all(type(s.param) is nn.Parameter and type(s.view) is Tensor for s in every):
+            self._made = [(*s[:3], s.view.data_ptr(), s.view.dtype) for s in every]
 
 
 class WeightViews:
