@@ -197,8 +197,8 @@ class BlockHooks:
         else:
             inside = tree_map_only(Tensor, arrive, (args, kwargs))
         if not torch.compiler.is_compiling() and self.measures:
-            is_one = len(args) == 1 and not kwargs and args[0] is not inside[0][0]
-            self.runs.note(place, self._direct if is_one else None, args[0] if args else None)
+            alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            self.runs.note(place, self._direct if alone else None, args[0] if alone else None)
         if unit is not None:
             self.weights.replace(unit, module, args)
         return inside
