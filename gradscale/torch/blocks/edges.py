@@ -21,6 +21,7 @@ from torch import Tensor
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.gaps import Gap
 from gradscale.torch.blocks.meters import OUTSIDE, Log
+from gradscale.torch.blocks.references import counts_of_lone, lone
 from gradscale.torch.blocks.rule import VANISHED
 
 __all__ = ["OUTSIDE"]
@@ -268,23 +269,27 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients without the scale of the block, those of half weights in float32; amax."""
+        compiling = torch.compiler.is_compiling()
+        own = [False] * len(grads) if compiling else lone(grads, counts_of_lone())
         there = [grad for grad in grads if grad is not None]
         if not there:
             return None, None, None, None, None, None, *grads
-        compiling = torch.compiler.is_compiling()
         if not compiling:
             _refuse_second_gradients()
         amax = _each_amax(grads, ctx.slots, ctx.num_meters) if ctx.num_meters else None
         half = torch.float16
         wide = [grad.float() if grad.dtype is half else grad for grad in there]
         factors = ctx.factors if ctx.terms is None or ctx.terms.holds else 1.0
-        if isinstance(factors, list) and len(there) < len(grads):
-            factors = [each for each, g in zip(factors, grads, strict=True) if g is not None]
+        if len(there) < len(grads):
+            own = [each for each, g in zip(own, grads, strict=True) if g is not None]
+            if isinstance(factors, list):
+                factors = [each for each, g in zip(factors, grads, strict=True) if g is not None]
+        own = [mine or new is not grad for mine, new, grad in zip(own, wide, there, strict=True)]
         if not compiling and any([grad.is_sparse for grad in there]):  # noqa: C419, faster
             each = factors if isinstance(factors, list) else [factors] * len(wide)
             done = [_times(grad, factor) for grad, factor in zip(wide, each, strict=True)]
         else:
-            done = wide if is_one(factors) else list(torch._foreach_mul(wide, factors))
+            done = wide if is_one(factors) else _each_times(wide, factors, own)
         if len(there) == len(grads):
             return None, amax, None, None, None, None, *done
         left = iter(done)
@@ -332,6 +337,18 @@ def _times(grad: Tensor, factor: Factor) -> Tensor:
     if isinstance(factor, Tensor) and grad.dtype is torch.float16:
         return (grad.float() * factor).half()
     return grad * factor  # a Python number is not rounded to float16
+
+
+def _each_times(
+    grads: list[Tensor], factors: Factor | list[float], own: list[bool]
+) -> list[Tensor]:
+    """Each of `grads` times its factor, written over those that are our `own`."""
+    if 4 * own.count(False) > len(own):
+        return list(torch._foreach_mul(grads, factors))
+    # Nothing is allocated, which takes most of the time for many small weights.
+    done = [grad if mine else grad.clone() for grad, mine in zip(grads, own, strict=True)]
+    torch._foreach_mul_(done, factors)
+    return done
 
 
 def _is_sparse(grad: Tensor) -> bool:

@@ -14,7 +14,6 @@ BlockScales. The outputs that were used have a border from then on.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscale.torch.blocks.edges import change, is_untouched
+from gradscale.torch.blocks.references import extra, is_held, uses
 from gradscale.torch.blocks.units import Unit
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _number: Any = getattr(torch.autograd, "_get_sequence_nr", None)
 """The number of the operation that autograd will record next, in this thread; None if this torch
 does not say so."""
-_uses: Any = getattr(Tensor, "_use_count", None)
-"""How often Python (once) and saved graphs refer to a tensor."""
 
 
 class Call(NamedTuple):
@@ -121,7 +119,7 @@ class Runs:
             return
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
             return
-        if _extra() is None or nn.modules.module._has_any_global_hook():
+        if extra() is None or nn.modules.module._has_any_global_hook():
             return
         self._hooks.terms.holds = False  # until the pass has ended as it should
         self.on = True
@@ -175,8 +173,7 @@ class Runs:
         own, start = hooks.num_hooks[module], -1 if unit is None else unit.start
         befores, afters = module._forward_pre_hooks, module._forward_hooks
         is_compiling, count = torch.compiler.is_compiling, sys.getrefcount
-        number, uses = _number, _uses
-        extra = _extra() or 0
+        number, more = _number, extra() or 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if (
@@ -200,7 +197,7 @@ class Runs:
                 ):
                     before = self._before
                     if before and (
-                        count(before[0]) > 2 + extra * (uses(before[0]) > 1)
+                        count(before[0]) > 2 + more * (uses(before[0]) > 1)
                         or before[0]._backward_hooks
                         or before[0].retains_grad
                     ):
@@ -266,29 +263,3 @@ def _is_plain(module: nn.Module) -> bool:
         and hasattr(nn.Module, "_compiled_call_impl")
         and not isinstance(module, torch.jit.ScriptModule)
     )
-
-
-def is_held(cell: list[Tensor]) -> bool:
-    """Whether something in Python refers to the tensor in `cell`, besides `cell`."""
-    saved = _uses(cell[0]) > 1
-    return sys.getrefcount(cell[0]) > 2 + (_extra() or 0) * saved
-
-
-@functools.cache
-def _extra() -> int | None:
-    """How much higher Python counts the references to a tensor that a saved graph refers to.
-
-    None if this torch or this Python counts in a way that is not known here.
-    """
-    if _uses is None:
-        return None
-    with torch.enable_grad():
-        cell = [torch.ones(1, requires_grad=True) * 1]
-        if sys.getrefcount(cell[0]) != 2 or _uses(cell[0]) != 1:
-            return None
-        square = cell[0].square()
-        if _uses(cell[0]) <= 1:
-            return None
-        extra = sys.getrefcount(cell[0]) - 2
-        del square
-    return extra if extra in (0, 1) else None

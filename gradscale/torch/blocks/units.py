@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import lend
+from gradscale.torch.blocks.references import counts_of_lone
 from gradscale.torch.features import HAS_GRAD_DTYPE
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class WeightViews:
         self._own: dict[nn.Module, list[Swap]] = {}
         """The weights that are replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
+        counts_of_lone()  # which takes a backward pass, so not in one
         for unit in units:
             self.widen(unit.params())
 
