@@ -71,10 +71,10 @@ class BlockHooks:
         """As the host knows them."""
         self.reasons: dict[int, str] = {}
         """Why the scale of a block is taken out of the gradients of its inputs, by place."""
-        self._made: list[tuple[Tensor, Any, Tensor, int]] = []
+        self.made: list[tuple[Tensor, Any, Tensor, int]] = []
         """What the last block returned: behind its border, the `grad_fn` of that (None while
         compiling), the tensor before the border, and the place of the block."""
-        self._given: list[tuple[int, Tensor, int]] = []
+        self.given: list[tuple[int, Tensor, int]] = []
         """Inputs without a border: the place of the block, the tensor and its version."""
         self._direct: int | None = None
         """The block whose output the last input was, None if it was something else."""
@@ -208,7 +208,7 @@ class BlockHooks:
         self._direct = None
         if not x.requires_grad:
             return x
-        for seen, node, made, maker in self._made:
+        for seen, node, made, maker in self.made:
             if seen is x and x.grad_fn is node and is_untouched(x):
                 self._direct = maker
                 return self._arrive_from(place, maker, made)
@@ -232,7 +232,7 @@ class BlockHooks:
         """`made`, which the block at `maker` has made, inside of the block at `place`."""
         if not (self.measures or self.captured):
             if self.exponents[place] == self.exponents[maker]:
-                self._given.append((place, made, made._version))
+                self.given.append((place, made, made._version))
                 return made
         else:
             self.reasons.pop(place, None)
@@ -245,7 +245,7 @@ class BlockHooks:
         if not x.requires_grad:
             return x
         leaving, shut = self.meters.borders_of[LEAVING][place], self._shut[place]
-        for seen, _, made, maker in self._made:
+        for seen, _, made, maker in self.made:
             if seen is x:
                 entering, factor = (
                     self.meters.borders_of[ENTERING][maker],
@@ -307,7 +307,7 @@ class BlockHooks:
             return None
         else:
             return self.depart(place, output)
-        self._made = []
+        self.made = []
         return tree_map_only(Tensor, depart, output)
 
     def depart(self, place: int, output: Any) -> Any:
@@ -323,10 +323,10 @@ class BlockHooks:
         Raises:
             SettingError: It has written to what it was given without a border.
         """
-        if self._made:
-            self._made = []
-        if self._given:
-            given, self._given = self._given, []
+        if self.made:
+            self.made = []
+        if self.given:
+            given, self.given = self.given, []
             for place, x, version in given:
                 if x._version != version:
                     self.refuse_write(place)
@@ -343,7 +343,7 @@ class BlockHooks:
         if not made.requires_grad:
             return made
         seen = leave_now(made, *self._out[place], self.live)
-        self._made.append((seen, seen.grad_fn, made, place))
+        self.made.append((seen, seen.grad_fn, made, place))
         return seen
 
     def _depart_compiled(self, place: int, made: Tensor) -> Tensor:
@@ -352,12 +352,12 @@ class BlockHooks:
             return made
         entering, route = self.meters.borders_of[ENTERING][place], (self.mark, OUTSIDE, place)
         seen = leave(made, self._opened[place], entering, route, None)
-        self._made.append((seen, None, made, place))
+        self.made.append((seen, None, made, place))
         return seen
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a forward pass of the model; `output` is None also if it has raised."""
-        self._made = []
+        self.made = []
         if not torch.compiler.is_compiling():
             if self.runs.on:
                 self.runs.end()
@@ -369,7 +369,7 @@ class BlockHooks:
 
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
-        self._made, self._given = [], []
+        self.made, self.given = [], []
         self._used = set()
         self.runs.forget()
         self.weights.fresh = False

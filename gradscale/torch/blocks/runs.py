@@ -172,22 +172,24 @@ class Runs:
         hooks, weights = self._hooks, self._hooks.weights
         own, start = hooks.num_hooks[module], -1 if unit is None else unit.start
         befores, afters = module._forward_pre_hooks, module._forward_hooks
-        is_compiling, count = torch.compiler.is_compiling, sys.getrefcount
+        backs, befores_back = module._backward_hooks, module._backward_pre_hooks
+        # begin() has asked whether everything is compiled; that is two calls less.
+        is_compiling, count = torch.compiler.is_dynamo_compiling, sys.getrefcount
+        is_grad_enabled, tensor = torch.is_grad_enabled, Tensor
         number, more = _number, extra() or 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if (
                 kwargs
                 or len(args) != 1
-                or type(args[0]) is not Tensor
-                or not torch.is_grad_enabled()
+                or type(x := args[0]) is not tensor
+                or not is_grad_enabled()
                 or len(befores) + len(afters) != own
-                or module._backward_hooks
-                or module._backward_pre_hooks
+                or backs
+                or befores_back
                 or is_compiling()
             ):
                 return module._call_impl(*args, **kwargs)
-            x = args[0]
             if first:
                 if (
                     x is self._output
@@ -221,10 +223,12 @@ class Runs:
                     owned[name] = param
             if not last:
                 return y
-            if self._before and self._before[0]._version != self._version:
+            before = self._before
+            if before and before[0]._version != self._version:
                 hooks.refuse_write(place)
-            if place in self._inner and type(y) is Tensor:
-                hooks.drop()
+            if place in self._inner and type(y) is tensor:
+                if hooks.made or hooks.given:
+                    hooks.drop()
                 self._output, self._maker = y, place
             else:
                 self._output = None

@@ -93,7 +93,7 @@ def holders() -> dict[str, Callable[[Tensor, list[Any]], Tensor]]:
         return lambda view, held: Given.apply(view, lambda grad: make(grad * 5, held))
 
     def hook(view: Tensor, held: list[Any]) -> Tensor:
-        view.register_hook(lambda grad: held.append(grad))  # noqa: PLW0108
+        view.register_hook(lambda grad: held.append(grad))
         return view * 5
 
     def saved(new: Tensor, held: list[Any]) -> Tensor:
@@ -144,7 +144,8 @@ def test_gradient_of_a_caller_is_left_as_it_is(written: list[bool]) -> None:
     torch.autograd.backward(list(lent(one, two)), [given, given])
     assert written == [False, False]
     assert torch.equal(given, torch.ones(3, 4))
-    assert torch.equal(one.grad, given * FACTOR) and torch.equal(two.grad, given * FACTOR)
+    assert torch.equal(one.grad, given * FACTOR)
+    assert torch.equal(two.grad, given * FACTOR)
 
 
 def test_kept_gradient_in_float16_is_left_as_it_is() -> None:
