@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +151,9 @@ class _Given(torch.autograd.Function):
 def _count(way: str | None) -> Counts:
     """The references to a gradient that something else has too, in some `way`."""
     found: list[Counts] = []
+    counted: Callable[..., Tensor] = _Counted.apply
+    given: Callable[..., Tensor] = _Given.apply
     with torch.enable_grad():
-        x = _Counted.apply(torch.ones(2, requires_grad=True), found)
-        _Given.apply(x, way, []).backward(torch.ones(2))
+        x = counted(torch.ones(2, requires_grad=True), found)
+        given(x, way, []).backward(torch.ones(2))
     return found[0]

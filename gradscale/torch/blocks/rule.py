@@ -62,9 +62,9 @@ class BlockPolicy:
     A block that is in its place is left alone, so most blocks of most models keep the scale 1. A
     block that is moved gets an exponent that is a multiple of `grid`, and a block whose gradients
     allow it, with a binade to spare, gets the exponent of the block after it. So neighbours mostly
-    have the same scale, and nothing has to be done between them. The numbers are binades of float16, whose
-    largest number is just below 2**16. Several faults add up: something inside of such a block is
-    larger than what is seen at its border.
+    have the same scale, and nothing has to be done between them. The numbers are binades of
+    float16, whose largest number is just below 2**16. Several faults add up: something inside of
+    such a block is larger than what is seen at its border.
     """
 
     target: int = 6

@@ -157,7 +157,7 @@ def test_without_gradients_nothing_happens() -> None:
         out = model(inputs(plain))
     assert torch.equal(out, build(plain)(inputs(plain)))
     assert not out.requires_grad
-    assert blocks._hooks._made == []
+    assert blocks._hooks.made == []
 
 
 def test_frozen_and_unfrozen_weights_are_right() -> None:
