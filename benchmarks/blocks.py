@@ -4,7 +4,7 @@
     python benchmarks/blocks.py --device cpu --quick
 
 Costs: an iteration (forward, backward, step, update) with and without BlockScales, by turns in one
-process, in runs of 32 iterations so that each has one that measures. A ratio is that of the
+process, in runs of 64 iterations so that each has one that measures. A ratio is that of the
 medians; on the CPU it is one of processor time, because the machine is shared.
 
     pooled  blocks below the pooling run on all positions, so the device is busy
@@ -30,8 +30,8 @@ from gradscale.torch import GradScaler
 from gradscale.torch.blocks import BlockScales
 from gradscale.torch.optim import Lion
 
-RUN = 32
-WARM_UP = 2
+RUN = 64
+WARM_UP = 1
 """Runs of iterations before those that are timed: scales have found their places by then."""
 NUM_FEATURES, NUM_CLASSES, CODE = 32, 4, 3
 SLOPE = 0.8
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, for the CPU")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)

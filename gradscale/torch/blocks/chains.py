@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from gradscale.errors import SettingError
@@ -58,6 +59,19 @@ def find(model: nn.Module, blocks: Iterable[nn.Module | Sequence[nn.Module]] | N
                     )
             taken.update(dict.fromkeys(member.modules(), block.name))
     return found
+
+
+def device_of(blocks: Sequence[Block]) -> torch.device:
+    """The device of all weights of `blocks`."""
+    members = (module for block in blocks for module in block.modules)
+    devices = {param.device for module in members for param in module.parameters()}
+    if len(devices) != 1:
+        raise SettingError(
+            "blocks must have weights on one device, got "
+            f"{', '.join(sorted(map(str, devices))) or 'no weights'}. Make one BlockScales for the "
+            "blocks of each device."
+        )
+    return devices.pop()
 
 
 def _search(model: nn.Module, prefix: str) -> Iterator[Block]:

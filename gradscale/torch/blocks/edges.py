@@ -1,8 +1,9 @@
 """The borders of a block: the identity in the forward pass, a factor in the backward pass.
 
-There are three: where tensors leave a block, where they enter it, and its weights. The largest
-gradients that pass are returned as the gradient of an extra input, the meter. So a backward pass
-changes nothing but gradients, and compiles as any other.
+There are four: where tensors leave a block, where they enter it, where they go from one block to
+the next, and its weights. The largest gradients that pass are written to the log of the meters.
+Where a backward pass must change nothing but gradients, because it is compiled or captured, they
+are returned as the gradient of an extra input, the meter.
 
 Factors are attributes of the context and not saved tensors, because activation checkpointing would
 replace those by what it finds when it recomputes a block. And forward() takes the context: with
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.gaps import Gap
+from gradscale.torch.blocks.meters import OUTSIDE, Log
+from gradscale.torch.blocks.references import counts_of_lone, lone
 from gradscale.torch.blocks.rule import VANISHED
 
-OUTSIDE = -1
-"""The place of what belongs to no block."""
+__all__ = ["OUTSIDE"]
 
 Factor = float | Tensor
 
@@ -34,12 +36,30 @@ class Clock:
         self.time = 0
 
 
+class Terms:
+    """Whether the scales of some forward passes hold; if not, all of their factors are 1.
+
+    Weights are replaced by the same views in several passes, so these have the same terms.
+    """
+
+    def __init__(self) -> None:
+        self.holds = True
+        """False while a forward pass is running of which something is assumed."""
+        self.void = False
+        """Whether one of the passes was not what was assumed."""
+        self.used: set[int] = set()
+        """The blocks whose outputs were used by others than the next block."""
+
+
 class Live(NamedTuple):
     """What a border needs in a pass that is not compiled."""
 
     clock: Clock
     time: int
     """Of the forward pass."""
+    terms: Terms
+    log: Log | None = None
+    """Where the largest gradients are written to, in passes that measure."""
     x: Tensor | None = None
     gap: Gap | None = None
     """What lies between `x` and the blocks that it comes from."""
@@ -102,9 +122,12 @@ class Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient at the scale of the block; amax."""
-        total = None if grad is None else _times(grad, ctx.factor)
-        if ctx.live is not None:
-            ctx.live.check()
+        live = ctx.live
+        factor = ctx.factor if live is None or live.terms.holds else 1.0
+        total = None if grad is None else _times(grad, factor)
+        if live is not None:
+            live.check()
+            live.terms.used.add(ctx.route[2])
             this_pass = torch._C._current_graph_task_id()
             for number, part in ctx.arrived:
                 if number == this_pass:
@@ -112,6 +135,8 @@ class Output(torch.autograd.Function):
             ctx.arrived.clear()
         if total is None:
             return (None,) * 5
+        if live is not None and live.log is not None:
+            live.log.came(ctx.route[2], largest([total]))
         return total, None, _amax([total]) if ctx.measured else None, None, None
 
 
@@ -157,26 +182,54 @@ class Input(torch.autograd.Function):
         others = (None,) * ctx.num_leaves
         if grad is None:
             return None, None, None, None, None, None, *others
-        live = ctx.live
+        live, own = ctx.live, ctx.factor
         if live is not None:
             live.check()
+            own = own if live.terms.holds else 1.0
             # A hook that was put on `x` meanwhile wants its gradient, unscaled.
             if live.gap is not None and is_untouched(live.x):
                 at_blocks, at_leaves = live.gap.carry(grad)
                 gone = [each for each in (*at_blocks, *at_leaves) if each is not None]
                 leaving = _amax(gone) if gone and ctx.measured[0] else None
+                if gone and live.log is not None:
+                    live.log.left(ctx.route[1], OUTSIDE, largest(gone))
                 this_pass = torch._C._current_graph_task_id()
                 for node, part, factor in zip(
                     live.gap.blocks, at_blocks, live.factors, strict=True
                 ):
                     if part is not None:
-                        node.arrived.append((this_pass, _times(part, factor)))
-                parts = (None if g is None else _times(_wide(g), ctx.factor) for g in at_leaves)
+                        part = _times(part, factor if live.terms.holds else 1.0)
+                        node.arrived.append((this_pass, part))
+                parts = (None if g is None else _times(_wide(g), own) for g in at_leaves)
                 return None, None, leaving, None, None, None, *parts
+            if live.log is not None:
+                live.log.left(*ctx.route[1:], largest([grad]))
         amax = _amax([grad]) if any(ctx.measured) else None
         entering = amax * ctx.factor if amax is not None and ctx.measured[1] else None
         leaving = amax if ctx.measured[0] else None
-        return _times(grad, ctx.factor), None, leaving, entering, None, None, *others
+        return _times(grad, own), None, leaving, entering, None, None, *others
+
+
+class Change(torch.autograd.Function):
+    """A tensor that goes from one block to the next, in a pass that does not measure."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, factor: Factor, route: tuple[int, int, int], live: Live
+    ) -> Tensor:
+        """A view of `x`, as that of `Input`."""
+        ctx.set_materialize_grads(False)
+        ctx.factor, ctx.route, ctx.live = factor, route, live
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient at the scale of the block that it goes to."""
+        live = ctx.live
+        live.check()
+        if grad is not None and live.terms.holds:
+            grad = _times(grad, ctx.factor)
+        return grad, None, None, None
 
 
 class Weights(torch.autograd.Function):
@@ -185,26 +238,29 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        factor: Factor,
+        factors: Factor | list[float],
         meter: Tensor | None,
         slots: tuple[int, ...],
         places: tuple[int, ...],
         mark: int,
+        terms: Terms | None,
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         """The `params` themselves; no views, which torch would not have twice if they are written.
 
         Args:
             ctx: Of autograd.
-            factor: By which gradients are multiplied.
+            factors: By which gradients are multiplied; if they differ, one for each.
             meter: With a number for every weight, also of those that get no gradient.
             slots: Which numbers those of `params` are.
             places: The block of each.
             mark: Of these blocks.
+            terms: Of the passes that use them; None in a compiled function.
             params: Weights.
         """
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.slots, ctx.places, ctx.mark = factor, slots, places, mark
+        ctx.factors, ctx.slots, ctx.places, ctx.mark = factors, slots, places, mark
+        ctx.terms = terms
         ctx.num_meters = 0 if meter is None else len(meter)
         if torch.compiler.is_compiling():
             return tuple(param.view_as(param) for param in params)
@@ -213,19 +269,32 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients without the scale of the block, those of half weights in float32; amax."""
+        compiling = torch.compiler.is_compiling()
+        own = [False] * len(grads) if compiling else lone(grads, counts_of_lone())
         there = [grad for grad in grads if grad is not None]
         if not there:
-            return None, None, None, None, None, *grads
-        if not torch.compiler.is_compiling():
+            return None, None, None, None, None, None, *grads
+        if not compiling:
             _refuse_second_gradients()
         amax = _each_amax(grads, ctx.slots, ctx.num_meters) if ctx.num_meters else None
-        wide = [_wide(grad) for grad in there]
-        if any(_is_sparse(grad) for grad in there):
-            done = iter([_times(grad, ctx.factor) for grad in wide])
+        half = torch.float16
+        wide = [grad.float() if grad.dtype is half else grad for grad in there]
+        factors = ctx.factors if ctx.terms is None or ctx.terms.holds else 1.0
+        if len(there) < len(grads):
+            own = [each for each, g in zip(own, grads, strict=True) if g is not None]
+            if isinstance(factors, list):
+                factors = [each for each, g in zip(factors, grads, strict=True) if g is not None]
+        own = [mine or new is not grad for mine, new, grad in zip(own, wide, there, strict=True)]
+        if not compiling and any([grad.is_sparse for grad in there]):  # noqa: C419, faster
+            each = factors if isinstance(factors, list) else [factors] * len(wide)
+            done = [_times(grad, factor) for grad, factor in zip(wide, each, strict=True)]
         else:
-            done = iter(wide if is_one(ctx.factor) else torch._foreach_mul(wide, ctx.factor))
-        parts = (None if grad is None else next(done) for grad in grads)
-        return None, amax, None, None, None, *parts
+            done = wide if is_one(factors) else _each_times(wide, factors, own)
+        if len(there) == len(grads):
+            return None, amax, None, None, None, None, *done
+        left = iter(done)
+        parts = (None if grad is None else next(left) for grad in grads)
+        return None, amax, None, None, None, None, *parts
 
 
 leave: Callable[..., Tensor] = Output.apply
@@ -247,6 +316,8 @@ def _now(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 leave_now: Callable[..., Tensor] = _now(Output)
 enter_now: Callable[..., Tensor] = _now(Input)
+change: Callable[..., Tensor] = super(torch.autograd.Function, Change).apply
+"""Not where functorch transforms are active."""
 
 
 def is_untouched(x: Tensor | None) -> bool:
@@ -254,7 +325,7 @@ def is_untouched(x: Tensor | None) -> bool:
     return x is not None and not x._backward_hooks and not x.retains_grad
 
 
-def is_one(factor: Factor) -> bool:
+def is_one(factor: Factor | list[float]) -> bool:
     """Whether the host knows that a factor changes nothing."""
     return isinstance(factor, float) and factor == 1.0
 
@@ -268,6 +339,18 @@ def _times(grad: Tensor, factor: Factor) -> Tensor:
     return grad * factor  # a Python number is not rounded to float16
 
 
+def _each_times(
+    grads: list[Tensor], factors: Factor | list[float], own: list[bool]
+) -> list[Tensor]:
+    """Each of `grads` times its factor, written over those that are our `own`."""
+    if 4 * own.count(False) > len(own):
+        return list(torch._foreach_mul(grads, factors))
+    # Nothing is allocated, which takes most of the time for many small weights.
+    done = [grad if mine else grad.clone() for grad, mine in zip(grads, own, strict=True)]
+    torch._foreach_mul_(done, factors)
+    return done
+
+
 def _is_sparse(grad: Tensor) -> bool:
     """Whether `grad` is sparse: none is in a graph, where torch 2.6 refuses the question."""
     return not torch.compiler.is_compiling() and grad.is_sparse
@@ -278,10 +361,15 @@ def _wide(grad: Tensor) -> Tensor:
     return grad.float() if grad.dtype is torch.float16 else grad
 
 
+def largest(grads: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude (float32) in all of `grads`; NaN if there is one."""
+    found = _norms(grads)
+    return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+
 def _amax(grads: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude (float32) in all of `grads`, at least VANISHED; NaN if there is one."""
-    largest = _norms(grads)
-    return (largest[0] if len(largest) == 1 else torch.stack(largest).amax()).clamp(min=VANISHED)
+    """`largest(grads)`, at least VANISHED."""
+    return largest(grads).clamp(min=VANISHED)
 
 
 def _each_amax(grads: Sequence[Tensor | None], slots: Sequence[int], num: int) -> Tensor:
@@ -302,7 +390,7 @@ def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     values = [grad._values() if _is_sparse(grad) else grad for grad in grads]
     full = [value for value in values if value.numel()]
     if len(full) == 1 == len(values):
-        return [torch.linalg.vector_norm(values[0], float("inf")).float()]
+        return [torch.linalg.vector_norm(values[0], float("inf"), dtype=torch.float32)]
     norms = iter(torch._foreach_norm(full, float("inf")) if full else ())
     zero = torch.zeros((), device=grads[0].device)
     return [next(norms).float() if value.numel() else zero for value in values]

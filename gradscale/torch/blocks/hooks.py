@@ -1,7 +1,8 @@
 """The hooks that put borders around the blocks of a model while it runs.
 
 Where two neighbours have the same scale there is no border between them, unless gradients are
-measured there. And where all scales are 1 there are none at all.
+measured there. And where all scales are 1 there are none at all. In passes that do not measure,
+most blocks are called without their hooks (runs.py).
 
 Borders lie around what FSDP2 does to inputs and outputs; weights are replaced inside of that, where
 they are gathered and their gradients are not reduced yet.
@@ -12,19 +13,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import CallOrderError, SettingError
-from gradscale.torch.blocks.chains import Block
+from gradscale.torch.blocks.chains import Block, device_of
 from gradscale.torch.blocks.edges import (
     OUTSIDE,
     Clock,
     Factor,
     Live,
+    Terms,
     enter,
     enter_now,
     is_one,
@@ -34,6 +36,7 @@ from gradscale.torch.blocks.edges import (
 )
 from gradscale.torch.blocks.gaps import Gap
 from gradscale.torch.blocks.meters import ENTERING, LEAVING, Meters
+from gradscale.torch.blocks.runs import Runs
 from gradscale.torch.blocks.units import (
     NO_GRAD_DTYPE,
     Unit,
@@ -68,35 +71,60 @@ class BlockHooks:
         """As the host knows them."""
         self.reasons: dict[int, str] = {}
         """Why the scale of a block is taken out of the gradients of its inputs, by place."""
-        self._made: list[tuple[Tensor, Any, Tensor, int]] = []
+        self.made: list[tuple[Tensor, Any, Tensor, int]] = []
         """What the last block returned: behind its border, the `grad_fn` of that (None while
         compiling), the tensor before the border, and the place of the block."""
-        self._given: list[tuple[int, Tensor, int]] = []
+        self.given: list[tuple[int, Tensor, int]] = []
         """Inputs without a border: the place of the block, the tensor and its version."""
+        self._direct: int | None = None
+        """The block whose output the last input was, None if it was something else."""
         self._used: set[Any] = set()
         """The operations of all gaps of this forward pass."""
-        self.device = _device_of(blocks)
+        self.device = device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
         units = find_units(blocks)
         if not HAS_GRAD_DTYPE and any(is_half(param) for unit in units for param in unit.params()):
             raise SettingError(NO_GRAD_DTYPE)
-        self.meters = Meters(len(blocks), units, self.device)
+        self.meters = Meters(len(blocks), units, self.factors)
+        self.terms = Terms()
         self.weights = WeightViews(self, units)
+        self.runs = Runs(self, units)
+        self._out_for: Any = None
         self._params = {id(param) for param in model.parameters() if not _is_dtensor(param)}
         self.refresh()
+        modules = [module for block in blocks for module in block.modules]
+        before = [_num_hooks(module) for module in modules]
         self._handles = list(self._hook(units))
+        self.num_hooks = {
+            module: _num_hooks(module) - num for module, num in zip(modules, before, strict=True)
+        }
+        """How many of the hooks of a module are those of its block."""
 
     def refresh(self) -> None:
         """Has the next passes use `measures`, `captured` and `exponents` as they are now."""
         self.clock.time += 1
-        self.live = Live(self.clock, self.clock.time)
+        self.runs.plan()
+        self._renew()
+        now = self.measures, self.captured, list(self.exponents)
+        if self._out_for == now:
+            return
+        self._out_for = now
         self.idle = not (self.measures or self.captured or any(self.exponents))
         """Whether there is nothing to scale and nothing to measure."""
         self._out = [
             (self.factor(OUTSIDE, place), self._meter(ENTERING, place), (self.mark, OUTSIDE, place))
             for place in range(len(self.blocks))
         ]
+
+    def _renew(self) -> None:
+        """Has the next passes use scales that hold."""
+        if self.terms.void or not self.terms.holds:
+            self.terms.void, self.terms.holds = True, False
+            self.terms = Terms()
+            self.weights.forget()
+        log = self.meters.log if self.measures and not self.captured else None
+        self.live = Live(self.clock, self.clock.time, self.terms, log)
 
     def _hook(self, units: Sequence[Unit]) -> Iterator[Any]:
         """Registers the hooks; yields their handles."""
@@ -115,15 +143,21 @@ class BlockHooks:
                 for each in own:
                     yield from self.weights.hook(each)
             yield last.register_forward_hook(depart, always_call=unit is not None)
-        yield self._model.register_forward_hook(self._end)
+        yield self._model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Begins a forward pass of the model: a forward pre-hook."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        self.runs.end()  # if an interrupt has left them
         self.forget()
         self._notice_capture()
+        if not self.terms.holds:  # a pass has not come to its end, or was not what was assumed
+            self._renew()
         self.weights.prepare()
+        self.runs.calls = []
+        if not (self.measures or self.captured or self.idle):
+            self.runs.begin()
 
     def _notice_capture(self) -> None:
         """The scales belong to the device once that a CUDA graph uses them."""
@@ -154,22 +188,29 @@ class BlockHooks:
         elif self.idle:
             return None
         else:
-            arrive = partial(self._arrive, place)
+            arrive = partial(self.arrive, place)
+            if self.runs.on:
+                self.runs.settle()
         inside: Any
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # 0.1 ms less
             inside = (arrive(args[0]),), kwargs
         else:
             inside = tree_map_only(Tensor, arrive, (args, kwargs))
+        if not torch.compiler.is_compiling() and self.measures:
+            alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            self.runs.note(place, self._direct if alone else None, args[0] if alone else None)
         if unit is not None:
             self.weights.replace(unit, module, args)
         return inside
 
-    def _arrive(self, place: int, x: Tensor) -> Tensor:
+    def arrive(self, place: int, x: Tensor) -> Tensor:
         """`x` inside of the block at `place`."""
+        self._direct = None
         if not x.requires_grad:
             return x
-        for seen, node, made, maker in self._made:
+        for seen, node, made, maker in self.made:
             if seen is x and x.grad_fn is node and is_untouched(x):
+                self._direct = maker
                 return self._arrive_from(place, maker, made)
         if x.device != self.device:
             raise CallOrderError(
@@ -183,7 +224,7 @@ class BlockHooks:
         gap = self._gap(place, x)
         leaves = () if gap is None else gap.leaves
         factors = [] if gap is None else [self.factor(place, n.route[2]) for n in gap.blocks]
-        live = Live(self.clock, self.clock.time, x, gap, factors)
+        live = self.live._replace(x=x, gap=gap, factors=factors)
         route = (self.mark, place, OUTSIDE)
         return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
 
@@ -191,7 +232,7 @@ class BlockHooks:
         """`made`, which the block at `maker` has made, inside of the block at `place`."""
         if not (self.measures or self.captured):
             if self.exponents[place] == self.exponents[maker]:
-                self._given.append((place, made, made._version))
+                self.given.append((place, made, made._version))
                 return made
         else:
             self.reasons.pop(place, None)
@@ -204,7 +245,7 @@ class BlockHooks:
         if not x.requires_grad:
             return x
         leaving, shut = self.meters.borders_of[LEAVING][place], self._shut[place]
-        for seen, _, made, maker in self._made:
+        for seen, _, made, maker in self.made:
             if seen is x:
                 entering, factor = (
                     self.meters.borders_of[ENTERING][maker],
@@ -249,8 +290,8 @@ class BlockHooks:
         return self.factor(place, OUTSIDE)
 
     def _meter(self, row: int, place: int) -> Tensor | None:
-        """The meter of a block, if gradients are measured."""
-        return self.meters.borders_of[row][place] if self.measures or self.captured else None
+        """The meter of a block, if gradients are measured by a CUDA graph."""
+        return self.meters.borders_of[row][place] if self.captured else None
 
     def _leave(
         self, place: int, unit: Unit | None, module: nn.Module, args: Any, output: Any
@@ -265,30 +306,44 @@ class BlockHooks:
         elif self.idle:
             return None
         else:
-            depart = partial(self._depart, place)
-            if self._given:
-                self._refuse_writes()
-        self._made = []
-        if isinstance(output, Tensor):
-            return depart(output)
+            return self.depart(place, output)
+        self.made = []
         return tree_map_only(Tensor, depart, output)
 
-    def _refuse_writes(self) -> None:
-        """Raises if a block has written to an input that was given to it without a border."""
-        given, self._given = self._given, []
-        for place, x, version in given:
-            if x._version != version:
-                raise SettingError(
-                    f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Let "
-                    "the block begin one operation earlier, or do not write in place."
-                )
+    def depart(self, place: int, output: Any) -> Any:
+        """What the block at `place` has returned, outside of it."""
+        self.drop()
+        if isinstance(output, Tensor):
+            return self._depart(place, output)
+        return tree_map_only(Tensor, partial(self._depart, place), output)
+
+    def drop(self) -> None:
+        """Forgets what the last block has returned, and what this block was given.
+
+        Raises:
+            SettingError: It has written to what it was given without a border.
+        """
+        if self.made:
+            self.made = []
+        if self.given:
+            given, self.given = self.given, []
+            for place, x, version in given:
+                if x._version != version:
+                    self.refuse_write(place)
+
+    def refuse_write(self, place: int) -> NoReturn:
+        """Raises, because the block at `place` has written to one of its inputs."""
+        raise SettingError(
+            f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Let the "
+            "block begin one operation earlier, or do not write in place."
+        )
 
     def _depart(self, place: int, made: Tensor) -> Tensor:
         """`made`, which the block at `place` has computed, outside of it."""
         if not made.requires_grad:
             return made
         seen = leave_now(made, *self._out[place], self.live)
-        self._made.append((seen, seen.grad_fn, made, place))
+        self.made.append((seen, seen.grad_fn, made, place))
         return seen
 
     def _depart_compiled(self, place: int, made: Tensor) -> Tensor:
@@ -297,24 +352,31 @@ class BlockHooks:
             return made
         entering, route = self.meters.borders_of[ENTERING][place], (self.mark, OUTSIDE, place)
         seen = leave(made, self._opened[place], entering, route, None)
-        self._made.append((seen, None, made, place))
+        self.made.append((seen, None, made, place))
         return seen
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends a forward pass of the model."""
-        self._made = []
+        """Ends a forward pass of the model; `output` is None also if it has raised."""
+        self.made = []
         if not torch.compiler.is_compiling():
+            if self.runs.on:
+                self.runs.end()
+                if output is not None:
+                    self.runs.close()
             self.forget()
-            self._ended(output)
+            if output is not None:
+                self._ended(output)
 
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
-        self._made, self._given = [], []
+        self.made, self.given = [], []
         self._used = set()
+        self.runs.forget()
         self.weights.fresh = False
 
     def remove(self) -> None:
         """Removes the hooks from the model."""
+        self.runs.end()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -322,17 +384,8 @@ class BlockHooks:
         self.weights.remove()
 
 
-def _device_of(blocks: Sequence[Block]) -> torch.device:
-    """The device of all weights of `blocks`."""
-    members = (module for block in blocks for module in block.modules)
-    devices = {param.device for module in members for param in module.parameters()}
-    if len(devices) != 1:
-        raise SettingError(
-            "blocks must have weights on one device, got "
-            f"{', '.join(sorted(map(str, devices))) or 'no weights'}. Make one BlockScales for the "
-            "blocks of each device."
-        )
-    return devices.pop()
+def _num_hooks(module: nn.Module) -> int:
+    return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
 def _is_dtensor(param: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from gradscale.errors import SettingError
 from gradscale.torch.blocks.edges import OUTSIDE
@@ -28,24 +29,26 @@ def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str
         (out.grad_fn, 0, OUTSIDE) for out in outputs if out.grad_fn is not None
     ]
     seen: dict[Any, int] = {}
+    meters = hooks.meters.ids()
     while waiting:
         node, nr, place = waiting.pop()
-        leaf = _leaf(node)
-        if leaf is not None and leaf in hooks.meters:
+        leaf = None if node.next_functions else _leaf(node)
+        if id(leaf) in meters:
             continue
         if leaf is not None and place != OUTSIDE:
             name = params.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}")
             _refuse_argument(blocks[place], repr(name))
-        weights = getattr(node, "mark", None) == hooks.mark
-        route = getattr(node, "route", (None, OUTSIDE, OUTSIDE))
-        ours = route[0] == hooks.mark
+        written = isinstance(node, BackwardCFunction)  # in Python, as ours are
+        weights = written and getattr(node, "mark", None) == hooks.mark
+        route: Any = getattr(node, "route", None) if written else None
+        ours = route is not None and route[0] == hooks.mark
         expected = route[1] if ours else seen.get(node, place)
         expected = node.places[nr] if weights else expected
         if place != expected:
             if place != OUTSIDE and expected == OUTSIDE:
                 _refuse_argument(blocks[place], "something that is computed outside of it")
             _refuse_output(blocks[place if expected == OUTSIDE else expected])
-        if place != OUTSIDE and node.name() == _REENTRANT:
+        if place != OUTSIDE and written and node.name() == _REENTRANT:
             raise SettingError(
                 f"Block {blocks[place]!r} checkpoints a part of itself with use_reentrant=True, "
                 "which computes that part with unscaled weights. Use use_reentrant=False, or "
@@ -61,9 +64,9 @@ def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str
 
 
 def _leaf(node: Any) -> Tensor | None:
-    """The tensor in whose `.grad` the node accumulates; None of any other node."""
+    """The tensor in whose `.grad` the node accumulates, if it has no next functions."""
     leaf = getattr(node, "variable", None)
-    return leaf if isinstance(leaf, Tensor) and not node.next_functions else None
+    return leaf if isinstance(leaf, Tensor) else None
 
 
 def _refuse_output(block: str) -> NoReturn:

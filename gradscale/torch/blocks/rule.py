@@ -60,10 +60,11 @@ class BlockPolicy:
                 move up until it has one, or until amax is near 2**high
 
     A block that is in its place is left alone, so most blocks of most models keep the scale 1. A
-    block that is moved gets an exponent that is a multiple of `grid`, so neighbours mostly have the
-    same scale, and nothing has to be done between them. The numbers are binades of float16, whose
-    largest number is just below 2**16. Several faults add up: something inside of such a block is
-    larger than what is seen at its border.
+    block that is moved gets an exponent that is a multiple of `grid`, and a block whose gradients
+    allow it, with a binade to spare, gets the exponent of the block after it. So neighbours mostly
+    have the same scale, and nothing has to be done between them. The numbers are binades of
+    float16, whose largest number is just below 2**16. Several faults add up: something inside of
+    such a block is larger than what is seen at its border.
     """
 
     target: int = 6
@@ -71,7 +72,7 @@ class BlockPolicy:
     high: int = 12
     drop: int = 8
     rest: int = 32
-    grid: int = 6
+    grid: int = 8
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -123,7 +124,16 @@ class BlockPolicy:
         places = torch.arange(len(move), device=move.device)
         above = torch.where(known, places, len(move)).flip(0).cummin(0).values.flip(0)
         move = torch.where(above < len(move), move[above.clamp(max=len(move) - 1)], 0)
-        exponents = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        own = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        # Where a block may go for the sake of its neighbour: not to the edge of its place, and not
+        # higher than a move puts it, nor so low that something becomes faint.
+        most = state.exponents - found + min(self.high - 1, self.target + self._grid // 2)
+        least = state.exponents - found + self.low + 2
+        seen = (amax[SMALLEST] > 0) & finite[SMALLEST]
+        kept = torch.minimum(state.exponents - smallest + _FAINT, own)
+        least = torch.where(seen, torch.maximum(least, kept), least)
+        free = known & ~fault & (state.resting == 0)
+        exponents = _merged(own, least, torch.where(free, most, least - 1))
         resting = (state.resting + torch.where(fault, self.rest, -1)).clamp(0, self.rest * _FAULTS)
         return BlockState(exponents.to(torch.int32), resting.to(torch.int32))
 
@@ -135,3 +145,36 @@ class BlockPolicy:
     def _on_grid(self, exponents: Tensor) -> Tensor:
         """The multiples of the grid that are not above `exponents`."""
         return exponents.div(self._grid, rounding_mode="floor") * self._grid
+
+
+def _merged(own: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Exponents, where every block has that of the block above it, if that may be, or its own.
+
+        above = 0                           # what comes after the last block has no scale
+        for each block, from the last to the first:
+            above = above if least <= above <= most else own
+
+    That loop takes a step for each block. Here the blocks that keep their own are found in as many
+    steps as their number has binary digits: each is the first one below another that cannot have
+    the exponent of that one.
+
+    Args:
+        own: The exponent of every block.
+        least: The least that it may be instead.
+        most: The most that it may be instead.
+    """
+    num = len(own)
+    own = torch.cat([own, torch.zeros_like(own[:1])])
+    places = torch.arange(num, device=own.device)
+    above = torch.arange(num + 1, device=own.device)[:, None]
+    parts = ((own[:, None] < least) | (own[:, None] > most)) & (places < above)
+    # Places plus one, so that 0 is the end.
+    below = torch.where(parts, places + 1, 0).amax(1)
+    below = torch.cat([torch.zeros_like(below[:1]), below])
+    keeps = torch.zeros_like(below)
+    keeps[-1:] = 1
+    for _ in range(num.bit_length()):
+        keeps = keeps.scatter_reduce(0, below, keeps, "amax")
+        below = below[below]
+    first = torch.where(keeps[1:] > 0, torch.arange(num + 1, device=own.device), num)
+    return own[first.flip(0).cummin(0).values.flip(0)[:num]]

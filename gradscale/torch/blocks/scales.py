@@ -66,7 +66,7 @@ class BlockScales:
         blocks: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
         *,
         rule: BlockPolicy | None = None,
-        every: int = 32,
+        every: int = 64,
         group: Any = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -2,7 +2,7 @@
 
 The division happens where a weight is used, not at the weight: so DDP, FSDP2, accumulation, a
 penalty on the weights and the scaler see ordinary gradients, and ranks need not agree. The views of
-blocks with one scale are made together, at the beginning of a forward pass of the model, so that
+many blocks are made together, at the beginning of a forward pass of the model, so that
 their gradients are divided by one call, and used again as long as the scales stay. A block that is
 called on its own makes its own.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks.chains import Block
 from gradscale.torch.blocks.edges import lend
+from gradscale.torch.blocks.references import counts_of_lone
 from gradscale.torch.features import HAS_GRAD_DTYPE
 
 if TYPE_CHECKING:
@@ -63,24 +64,12 @@ class Swap(NamedTuple):
     param: Any
     view: Tensor
 
-    def holds(self) -> bool:
-        """Whether the view is one of the weight that the module has."""
-        param = self.params[self.name]
-        return (
-            param is self.param
-            and param.requires_grad
-            and type(param) is nn.Parameter
-            and type(self.view) is Tensor
-            and param.data_ptr() == self.view.data_ptr()
-            and param.dtype is self.view.dtype
-        )
-
 
 class Group:
-    """Weights whose views are made together; their blocks have one scale.
+    """Weights whose views are made together.
 
     Args:
-        units: Units that follow each other.
+        units: Units that follow each other, if their gradients are measured.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -89,6 +78,8 @@ class Group:
         self.end = units[-1].start + len(units[-1].owners)
         self.swaps: dict[int, list[Swap]] = {}
         """Of every unit, by its start; empty until views are made."""
+        self._made: list[tuple[dict[str, Any], str, Any, int, torch.dtype]] | None = None
+        """The weights, with their addresses; None if views of them cannot be used again."""
         self.num_frozen = 0
 
     def found(self) -> list[tuple[Unit, int, dict[str, Any], str, Any]]:
@@ -102,12 +93,25 @@ class Group:
 
     def holds(self) -> bool:
         """Whether the views that were made are still those of the weights."""
-        if not self.swaps or not all(swap.holds() for each in self.swaps.values() for swap in each):
+        if self._made is None:
             return False
-        if not self.num_frozen:
-            return True
-        num = sum(len(each) for each in self.swaps.values())
-        return len(self.found()) == num
+        for owned, name, param, address, dtype in self._made:
+            if (
+                owned[name] is not param
+                or not param.requires_grad
+                or param.data_ptr() != address
+                or param.dtype is not dtype
+            ):
+                return False
+        return not self.num_frozen or len(self.found()) == len(self._made)
+
+    def set(self, swaps: dict[int, list[Swap]]) -> None:
+        """Takes over views."""
+        self.swaps = swaps
+        every = [swap for each in swaps.values() for swap in each]
+        self._made = None
+        if all(type(s.param) is nn.Parameter and type(s.view) is Tensor for s in every):
+            self._made = [(*s[:3], s.view.data_ptr(), s.view.dtype) for s in every]
 
 
 class WeightViews:
@@ -123,13 +127,14 @@ class WeightViews:
         self._groups: list[Group] = []
         self._groups_for: Any = None
         self._alone = {unit.start: Group([unit]) for unit in units}
-        self._ready: dict[int, list[Swap]] = {}
+        self.ready: dict[int, list[Swap]] = {}
         """Of every unit, by its start."""
         self.fresh = False
         """Whether those were looked at in the forward pass that is running."""
         self._own: dict[nn.Module, list[Swap]] = {}
         """The weights that are replaced, of modules whose forward pass is running."""
         self._widened: list[Tensor] = []
+        counts_of_lone()  # which takes a backward pass, so not in one
         for unit in units:
             self.widen(unit.params())
 
@@ -155,22 +160,21 @@ class WeightViews:
             self._groups, self._groups_for = [Group(units) for units in self._group()], now
         for group in self._groups:
             if not group.holds():
-                group.swaps = self._lend(group)
-                self._ready.update(group.swaps)
+                group.set(self._lend(group))
+                self.ready.update(group.swaps)
         self.fresh = True
 
     def _group(self) -> Iterator[list[Unit]]:
-        """Units that follow each other and have one scale."""
+        """Units whose views are made together."""
         group: list[Unit] = []
         size = 0
         for unit in self.units:
-            exponent = self._hooks.exponents[unit.place]
-            if unit.gathers or not (exponent or self._hooks.measures):
+            measures = self._hooks.measures
+            if unit.gathers or not (measures or self._hooks.exponents[unit.place]):
                 continue
             num = sum(param.numel() for param in unit.params() if param is not None)
-            together = group and exponent == self._hooks.exponents[group[-1].place]
             follows = group and unit.start == group[-1].start + len(group[-1].owners)
-            if group and not (together and follows and size + num <= _MOST):
+            if group and (size + num > _MOST or (measures and not follows)):
                 yield group
                 group, size = [], 0
             group.append(unit)
@@ -190,15 +194,20 @@ class WeightViews:
         if not compiling:
             self._refuse(group, found)
             self.widen(params)
+        places = tuple(unit.place for unit, *_ in found)
+        factors: Any = hooks.factor_of_weights(places[0])
+        if isinstance(factors, float) and len({hooks.exponents[place] for place in places}) > 1:
+            factors = [hooks.factor_of_weights(place) for place in places]
         views = lend(
-            hooks.factor_of_weights(group.units[0].place),
+            factors,
             # In this order: whether it measures would be a constant of what is compiled.
             hooks.meters.of_weights(
                 group.start, group.end, compiling or hooks.measures or hooks.captured
             ),
             tuple(slot for _, slot, *_ in found),
-            tuple(unit.place for unit, *_ in found),
+            places,
             hooks.mark,
+            None if compiling else hooks.terms,
             *params,
         )
         for (unit, _, owned, name, param), view in zip(found, views, strict=True):
@@ -224,9 +233,8 @@ class WeightViews:
     def _swaps(self, unit: Unit) -> list[Swap]:
         """The views of the weights of `unit`, made for it alone if they are not ready."""
         hooks = self._hooks
-        ready = self._ready.get(unit.start)
-        if ready is not None and (self.fresh or all(swap.holds() for swap in ready)):
-            return ready
+        if self.fresh and unit.start in self.ready:
+            return self.ready[unit.start]
         if not (hooks.measures or hooks.captured or hooks.exponents[unit.place]):
             return []
         return self._lend(self._alone[unit.start])[unit.start]
@@ -238,7 +246,7 @@ class WeightViews:
 
     def forget(self) -> None:
         """Forgets the views."""
-        self._groups, self._groups_for, self._ready = [], None, {}
+        self._groups, self._groups_for, self.ready = [], None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: views cannot be copied."""

@@ -28,7 +28,7 @@ from block_models import (
 )
 from gradscale.errors import CallOrderError, SettingError, StateError
 from gradscale.torch.blocks import BlockPolicy, BlockScales
-from gradscale.torch.blocks.edges import OUTSIDE, Clock, Live, enter
+from gradscale.torch.blocks.edges import OUTSIDE, Clock, Live, Terms, enter
 from tensors import same
 
 
@@ -81,7 +81,7 @@ def test_scales_come_out_again_in_float16() -> None:
 def test_factor_that_float16_cannot_hold_is_exact(device: str, kind: str) -> None:
     x = torch.ones(2, dtype=torch.float16, device=device, requires_grad=True)
     factor = 2.0**20 if kind == "number" else torch.tensor(2.0**20, device=device)
-    seen = enter(x, factor, None, None, (0, OUTSIDE, 0), Live(Clock(), 0))
+    seen = enter(x, factor, None, None, (0, OUTSIDE, 0), Live(Clock(), 0, Terms()))
     seen.backward(torch.tensor([2.0**-14, 2.0**-24], dtype=torch.float16, device=device))
     assert x.grad.tolist() == [2.0**6, 2.0**-4]
 
@@ -157,7 +157,7 @@ def test_without_gradients_nothing_happens() -> None:
         out = model(inputs(plain))
     assert torch.equal(out, build(plain)(inputs(plain)))
     assert not out.requires_grad
-    assert blocks._hooks._made == []
+    assert blocks._hooks.made == []
 
 
 def test_frozen_and_unfrozen_weights_are_right() -> None:

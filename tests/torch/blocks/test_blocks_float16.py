@@ -114,7 +114,7 @@ def test_gradients_that_grow_are_kept_too() -> None:
 
 def test_overflow_and_zero_are_cured_in_a_few_updates(truth: list[Tensor]) -> None:
     model = chain(0.5)
-    blocks = BlockScales(model)
+    blocks = BlockScales(model, every=1)
     for wrong_by in (30, -30):
         for _ in range(5):
             backward(model, 2.0**10)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gradscale.errors import SettingError
 from gradscale.torch.blocks import BlockPolicy
-from gradscale.torch.blocks.rule import MAX_EXPONENT, TINY, VANISHED, BlockState
+from gradscale.torch.blocks.rule import MAX_EXPONENT, TINY, VANISHED, BlockState, _merged
 
 
 def state_of(*exponents: int, resting: int = 0) -> BlockState:
@@ -63,7 +64,7 @@ def test_block_stays_lower_for_a_while_after_a_fault() -> None:
     for resting in (2, 1, 0):
         state = rule.update(state, quiet)
         assert (state.exponents.item(), state.resting.item()) == (-8, resting)
-    assert rule.update(state, quiet).exponents.item() == 4
+    assert rule.update(state, quiet).exponents.item() == 0  # at 2.56, as what comes after it
 
 
 def test_resting_block_is_placed_lower() -> None:
@@ -82,13 +83,14 @@ def placed(rows: list[list[float]], *exponents: int, resting: int = 0) -> list[i
 @pytest.mark.parametrize(
     ("found", "before", "after"),
     [
-        (2.0**-30, 0, 36),  # to 2**6, or up to three binades beside it
-        (2.0**-28, 0, 36),
-        (2.0**-27, 0, 30),
-        (2.0**-28, 4, 36),  # at 2**-32 without the scale
+        (2.0**-30, 0, 32),  # to 2**6, or up to four binades beside it
+        (2.0**-31, 0, 40),
+        (2.0**-23, 0, 32),
+        (2.0**-22, 0, 24),
+        (2.0**-28, 4, 40),  # at 2**-32 without the scale
         (2.0**13, 5, 0),
-        (2.0**15, 0, -12),
-        (0.5, 7, 12),
+        (2.0**15, 0, -8),
+        (0.5, 7, 16),
         (64.0, 7, 7),  # in its place
     ],
 )
@@ -106,8 +108,8 @@ def test_grid_is_no_wider_than_the_room_of_the_policy() -> None:
 
 def test_block_falls_onto_the_grid() -> None:
     assert placed([[8.0], [inf], [1.0], [1.0]], 12) == [0]
-    assert placed([[2.0**-14], [inf], [1.0], [1.0]], 7) == [6]
-    assert placed([[2.0**-15], [inf], [1.0], [1.0]], 7) == [7]  # cannot fall
+    assert placed([[2.0**-14], [inf], [1.0], [1.0]], 8) == [0]
+    assert placed([[2.0**-15], [inf], [1.0], [1.0]], 8) == [8]  # cannot fall
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,65 @@ def test_blocks_below_one_that_rises_follow() -> None:
     # Two passes without a gradient add up to no gradient.
     rows = [[2 * zero, alive], [2 * zero, 2 * zero], [zero, zero], [zero, zero]]
     assert placed(rows, 30, 24) == [36, 30]
+
+
+@pytest.mark.parametrize(
+    ("found", "smallest", "before", "after", "resting"),
+    [
+        ([64.0, 64.0, 64.0], 0.0, [8, 6, 8], [8, 8, 8], 0),
+        ([64.0, 64.0, 64.0], 0.0, [17, 20, 17], [17, 17, 17], 0),
+        ([1023.0, 64.0], 0.0, [6, 8], [6, 8], 0),  # not higher than a move puts it
+        ([511.0, 64.0], 0.0, [7, 8], [8, 8], 0),
+        ([2.0, 64.0], 0.0, [9, 8], [9, 8], 0),  # not to the edge of its place
+        ([4.0, 64.0], 0.0, [9, 8], [8, 8], 0),
+        ([64.0, 64.0], 2.0**-9, [9, 8], [9, 8], 0),  # not where something is faint
+        ([64.0, 64.0], 2.0**-8, [9, 8], [8, 8], 0),
+        ([64.0, 64.0], 0.0, [8, 7], [8, 7], 1),  # it overflowed not long ago
+        ([0.0, 64.0], 0.0, [9, 8], [9, 8], 0),  # there was nothing to see
+        ([inf, 64.0], 0.0, [9, 8], [9, 8], 0),
+        ([16.0, 64.0], 0.0, [3, 4], [0, 0], 0),  # what comes after the last block
+    ],
+)
+def test_block_takes_the_exponent_of_the_next_one(
+    found: list[float], smallest: float, before: list[int], after: list[int], resting: int
+) -> None:
+    none = [0.0] * len(found)
+    assert placed([found, none, none, [smallest] * len(found)], *before, resting=resting) == after
+
+
+@given(st.data(), st.integers(1, 40))
+def test_blocks_are_merged_as_by_a_loop(data: st.DataObject, num: int) -> None:
+    numbers = st.lists(st.integers(-9, 9), min_size=num, max_size=num)
+    own, least, most = (torch.tensor(data.draw(numbers)) for _ in range(3))
+    above, want = 0, []
+    for place in reversed(range(num)):
+        above = above if least[place] <= above <= most[place] else int(own[place])
+        want.insert(0, above)
+    assert _merged(own, least, most).tolist() == want
+
+
+@given(st.lists(st.tuples(st.integers(-40, 9), st.integers(-20, 0)), min_size=1, max_size=30))
+def test_merged_blocks_stay_in_their_places(natural: list[tuple[int, int]]) -> None:
+    """Gradients as they are at the scale 1, and by how much the smallest is smaller."""
+    rule, num = BlockPolicy(), len(natural)
+
+    def rows_at(exponents: Tensor) -> Tensor:
+        found = torch.tensor([2.0**n for n, _ in natural]) * 2.0**exponents
+        small = found * torch.tensor([2.0**less for _, less in natural])
+        return torch.stack([found, found, found, small])
+
+    state = rule.init(num, torch.device("cpu"))
+    rows = rows_at(state.exponents)
+    placed_alone = [rule.update(state_of(0), rows[:, [n]]).exponents for n in range(num)]
+    state = rule.update(state, rows)
+    found, smallest = rows_at(state.exponents)[0], rows_at(state.exponents)[3]
+    assert ((found >= 1) & (found < 4096)).all()
+    alone = rows_at(torch.cat(placed_alone))[3]
+    assert ((smallest >= 2.0**-9) | (smallest >= alone)).all()
+    for _ in range(3):
+        again = rule.update(state, rows_at(state.exponents))
+        assert torch.equal(again.exponents, state.exponents)
+        state = again
 
 
 @pytest.mark.parametrize("shrink", [1, 7, 13, 20])
