@@ -590,6 +590,7 @@ def test_log_never_waits_for_the_gpu(apply: bool, tmp_path: Path) -> None:
     # The first step makes the state of the optimizer, for which torch copies from the host.
     scaler.backward(sum(layer(inputs[:1].expand(8)).mean() for layer in layers))
     scaler.apply(optimizer)
+    scaler.flush()  # else the line of this step may be in the log too
     scaler.log_to(tmp_path)
     torch.cuda.synchronize()
     with warnings.catch_warnings():
