@@ -90,6 +90,7 @@ class Panel:
 
     def start(self) -> None:
         """Draws it from now on, in a thread of its own."""
+        self._process = os.getpid()
         for number in _ENDS:
             # Else the terminal would keep its shorter page. A script that handles the signal itself
             # takes this away.
@@ -109,8 +110,9 @@ class Panel:
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """Ends the process by the signal, as if there were no handler."""
-        # The thread may be drawing, and this handler may have interrupted stop().
-        if self._drawing.acquire(timeout=1.0):
+        # The thread may be drawing, and this handler may have interrupted stop(). A forked process
+        # has no panel to end.
+        if os.getpid() == self._process and self._drawing.acquire(timeout=1.0):
             self._drawing.release()
             self.stop()
         signal.signal(number, signal.SIG_DFL)

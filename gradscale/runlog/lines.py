@@ -69,8 +69,13 @@ def finding_line(finding: Finding) -> dict[str, Any]:
 
 
 def finding_of(line: Mapping[str, Any]) -> Finding:
-    """The finding of a line."""
-    return Finding.from_dict({**line, **line["finding"]})
+    """The finding of a line; a TypeError if it is none."""
+    finding = Finding.from_dict({**line, **line["finding"]})
+    texts = finding.kind, finding.where, finding.evidence, finding.remedy
+    numbers = [each for each in (finding.step, finding.rank) if each is not None]
+    if not all(isinstance(t, str) for t in texts) or not all(type(n) is int for n in numbers):
+        raise TypeError(f"A finding has texts and whole numbers, got {finding!r}.")
+    return finding
 
 
 def sample_line(sample: Sample) -> dict[str, Any]:

@@ -154,3 +154,4 @@ def _rewind(run: Run, number: int) -> None:
     run.steps[:] = [line for line in run.steps if line["step"] < number]
     run.events[:] = [line for line in run.events if line["step"] < number]
     run.samples[:] = [sample for sample in run.samples if sample.step < number]
+    run.findings[:] = [each for each in run.findings if each.step is None or each.step < number]

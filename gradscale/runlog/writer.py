@@ -95,6 +95,10 @@ class _Writer:
         self._wake = threading.Event()
         self._busy = threading.Lock()
         """Held by who writes to the file."""
+        self._owner: int | None = None
+        """The thread that holds it."""
+        self._ending = False
+        """Whether it was to be closed by the thread that was writing."""
         self._thread: threading.Thread | None = None
         self._closed = self._forked = False
         self._why = ""
@@ -119,7 +123,7 @@ class _Writer:
             self._fail("the disk is too slow")
         else:
             self._queue.append(line)
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._start()
         self._wake.set()
         if self._why and not self._complained:
@@ -149,8 +153,14 @@ class _Writer:
         """Writes what is in the queue and closes the file."""
         if self._closed:
             return
+        if self._owner == threading.get_ident():
+            # The log was collected while this very thread wrote a line: it closes when it is done.
+            self._ending = True
+            return
         self.drain()
         with self._busy:
+            if self._closed:
+                return
             self._closed = True
             os.close(self._file)
         self._wake.set()  # the thread sees that it is over
@@ -167,12 +177,19 @@ class _Writer:
 
     def drain(self) -> None:
         """Writes every line that is in the queue."""
-        while self._queue:
+        while self._queue and not self._closed:
             with self._busy:
-                if self._queue and not self._closed:
-                    self._write(self._queue.popleft())
+                self._owner = threading.get_ident()
+                try:
+                    if self._queue and not self._closed:
+                        self._write(self._queue.popleft())
+                finally:
+                    self._owner = None
         with self._busy:
             pass  # another thread may be writing the last one
+        if self._ending:
+            self._ending = False
+            self.close()
 
     def is_over(self) -> bool:
         """Whether the log is closed."""
@@ -182,7 +199,7 @@ class _Writer:
         """Writes `line`, or notes why it is lost."""
         try:
             text = encode(line)
-        except (TypeError, ValueError, RecursionError, KeyError) as error:
+        except Exception as error:  # whatever it is, the thread must live on
             self._fail(f"a line cannot be encoded: {error}")
             return
         if self.thinning.is_full():

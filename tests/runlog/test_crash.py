@@ -216,6 +216,66 @@ def test_log_that_nobody_refers_to_is_closed(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1, 2]
 
 
+class Collecting(dict[str, Any]):
+    """Encoding it collects garbage, as encoding anything may."""
+
+    def items(self) -> Any:
+        time.sleep(0.2)  # until its log is garbage
+        gc.collect()
+        return super().items()
+
+
+def test_log_that_is_collected_by_its_own_thread_is_closed(tmp_path: Path) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.me, self.log = self, RunLog(tmp_path)
+
+    trainer = Trainer()
+    trainer.log.write({"kind": "other", "x": Collecting(a=1)})
+    write_all(trainer.log, range(1, 6))
+    thread = trainer.log._writer._thread
+    del trainer
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+    assert numbers(tmp_path) == [1, 2, 3, 4, 5]
+    RunLog(tmp_path).close()  # nobody has the file any more
+
+
+def test_line_after_the_end_does_not_stop_flush(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.close()
+    log._writer._queue.append(step(1))  # by a thread that was about to, when another one closed it
+    log.flush()
+    assert numbers(tmp_path) == []
+
+
+def test_findings_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
+    finding = {"kind": "stuck", "where": "", "evidence": "e", "remedy": "r"}
+    for bad in (True, False):
+        log = RunLog(tmp_path)
+        log.write({"kind": "run", "version": 1})
+        log.write(step(1))
+        if bad:
+            log.write({"kind": "finding", "step": 1, "finding": finding})
+        log.close()
+        assert [each.kind for each in read(tmp_path).findings] == ["stuck"] * bad
+
+
+@pytest.mark.parametrize("wrong", [{"where": [1]}, {"remedy": None}, {"step": "a"}])
+def test_finding_of_another_type_is_a_line_that_cannot_be_read(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    finding = {"kind": "stuck", "where": "", "evidence": "e", "remedy": "r", "step": 1}
+    lines = [
+        {"kind": "finding", "finding": finding},
+        {"kind": "finding", "finding": finding | wrong},
+    ]
+    (tmp_path / "rank-0.jsonl").write_bytes(b"".join(map(encode, lines)))
+    run = read_quietly(tmp_path)
+    assert (len(run.findings), run.skipped_lines) == (1, 1)
+
+
 def test_end_of_the_interpreter_writes_what_waits(tmp_path: Path) -> None:
     program = (
         "import sys; from gradscale.runlog import RunLog; log = RunLog(sys.argv[1])\n"

@@ -390,7 +390,9 @@ def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     values = [grad._values() if _is_sparse(grad) else grad for grad in grads]
     full = [value for value in values if value.numel()]
     if len(full) == 1 == len(values):
-        return [torch.linalg.vector_norm(values[0], float("inf"), dtype=torch.float32)]
+        [value] = values
+        dtype = None if value.dtype is torch.float64 else torch.float32  # it does not narrow
+        return [torch.linalg.vector_norm(value, float("inf"), dtype=dtype).float()]
     norms = iter(torch._foreach_norm(full, float("inf")) if full else ())
     zero = torch.zeros((), device=grads[0].device)
     return [next(norms).float() if value.numel() else zero for value in values]

@@ -80,6 +80,8 @@ class BlockHooks:
         """The block whose output the last input was, None if it was something else."""
         self._used: set[Any] = set()
         """The operations of all gaps of this forward pass."""
+        self._returned = False
+        """Whether the last forward pass has come to its end."""
         self.device = device_of(blocks)
         self.factors = torch.ones(2, len(blocks), device=self.device)
         self._opened, self._shut = (row.unbind() for row in self.factors.unbind())
@@ -91,7 +93,8 @@ class BlockHooks:
         self.weights = WeightViews(self, units)
         self.runs = Runs(self, units)
         self._out_for: Any = None
-        self._params = {id(param) for param in model.parameters() if not _is_dtensor(param)}
+        self._params: set[int] = set()
+        """The ids of the weights that are whole, once a pass has begun."""
         self.refresh()
         modules = [module for block in blocks for module in block.modules]
         before = [_num_hooks(module) for module in modules]
@@ -143,6 +146,7 @@ class BlockHooks:
                 for each in own:
                     yield from self.weights.hook(each)
             yield last.register_forward_hook(depart, always_call=unit is not None)
+        yield self._model.register_forward_hook(self._return)
         yield self._model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -150,6 +154,10 @@ class BlockHooks:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self.runs.end()  # if an interrupt has left them
+        self._returned = False
+        if not self._params:
+            named = self._model.parameters()
+            self._params = {id(param) for param in named if not _is_dtensor(param)}
         self.forget()
         self._notice_capture()
         if not self.terms.holds:  # a pass has not come to its end, or was not what was assumed
@@ -355,13 +363,17 @@ class BlockHooks:
         self.made.append((seen, None, made, place))
         return seen
 
+    def _return(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Notes that a forward pass of the model has not raised: it may return None."""
+        self._returned = True
+
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a forward pass of the model; `output` is None also if it has raised."""
         self.made = []
         if not torch.compiler.is_compiling():
             if self.runs.on:
                 self.runs.end()
-                if output is not None:
+                if self._returned:
                     self.runs.close()
             self.forget()
             if output is not None:
@@ -373,6 +385,11 @@ class BlockHooks:
         self._used = set()
         self.runs.forget()
         self.weights.fresh = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has borders of its own: what comes from the original is not from its blocks."""
+        self.__dict__.update(state)
+        self.mark, self._out_for, self._params = next(_marks), None, set()
 
     def remove(self) -> None:
         """Removes the hooks from the model."""

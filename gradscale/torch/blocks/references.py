@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ _storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def is_held(cell: list[Tensor]) -> bool:
-    """Whether something in Python refers to the tensor in `cell`, besides `cell`."""
+    """Whether something in Python refers to the tensor in `cell`, also weakly, besides `cell`."""
     saved = uses(cell[0]) > 1
-    return sys.getrefcount(cell[0]) > 2 + (extra() or 0) * saved
+    count = sys.getrefcount(cell[0])
+    return count > 2 + (extra() or 0) * saved or weakref.getweakrefcount(cell[0]) > 0
 
 
 @functools.cache

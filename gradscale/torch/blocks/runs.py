@@ -15,6 +15,7 @@ BlockScales. The outputs that were used have a border from then on.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,6 +176,7 @@ class Runs:
         backs, befores_back = module._backward_hooks, module._backward_pre_hooks
         # begin() has asked whether everything is compiled; that is two calls less.
         is_compiling, count = torch.compiler.is_dynamo_compiling, sys.getrefcount
+        weakly = weakref.getweakrefcount
         is_grad_enabled, tensor = torch.is_grad_enabled, Tensor
         number, more = _number, extra() or 0
 
@@ -190,6 +192,10 @@ class Runs:
                 or is_compiling()
             ):
                 return module._call_impl(*args, **kwargs)
+            swaps = weights.ready.get(start, ())
+            for owned, name, param, _ in swaps:
+                if owned[name] is not param:  # torch.func.functional_call has replaced it
+                    return module._call_impl(*args, **kwargs)
             if first:
                 if (
                     x is self._output
@@ -200,6 +206,7 @@ class Runs:
                     before = self._before
                     if before and (
                         count(before[0]) > 2 + more * (uses(before[0]) > 1)
+                        or weakly(before[0])
                         or before[0]._backward_hooks
                         or before[0].retains_grad
                     ):
@@ -213,7 +220,6 @@ class Runs:
                 else:
                     self.settle()
                     x = hooks.arrive(place, x)
-            swaps = weights.ready.get(start, ())
             for owned, name, _, view in swaps:
                 owned[name] = view
             try:

@@ -78,8 +78,8 @@ class Group:
         self.end = units[-1].start + len(units[-1].owners)
         self.swaps: dict[int, list[Swap]] = {}
         """Of every unit, by its start; empty until views are made."""
-        self._made: list[tuple[dict[str, Any], str, Any, int, torch.dtype]] | None = None
-        """The weights, with their addresses; None if views of them cannot be used again."""
+        self._made: list[tuple[dict[str, Any], str, Any, int, torch.dtype, Any]] | None = None
+        """The weights, their addresses and shapes; None if their views cannot be used again."""
         self.num_frozen = 0
 
     def found(self) -> list[tuple[Unit, int, dict[str, Any], str, Any]]:
@@ -95,12 +95,13 @@ class Group:
         """Whether the views that were made are still those of the weights."""
         if self._made is None:
             return False
-        for owned, name, param, address, dtype in self._made:
+        for owned, name, param, address, dtype, shape in self._made:
             if (
                 owned[name] is not param
                 or not param.requires_grad
                 or param.data_ptr() != address
                 or param.dtype is not dtype
+                or param.shape != shape
             ):
                 return False
         return not self.num_frozen or len(self.found()) == len(self._made)
@@ -111,7 +112,7 @@ class Group:
         every = [swap for each in swaps.values() for swap in each]
         self._made = None
         if all(type(s.param) is nn.Parameter and type(s.view) is Tensor for s in every):
-            self._made = [(*s[:3], s.view.data_ptr(), s.view.dtype) for s in every]
+            self._made = [(*s[:3], s.view.data_ptr(), s.view.dtype, s.view.shape) for s in every]
 
 
 class WeightViews:
@@ -160,6 +161,10 @@ class WeightViews:
             self._groups, self._groups_for = [Group(units) for units in self._group()], now
         for group in self._groups:
             if not group.holds():
+                # First, because they keep nodes of autograd alive that have the old shapes.
+                for start in group.swaps:
+                    self.ready.pop(start, None)
+                group.swaps = {}
                 group.set(self._lend(group))
                 self.ready.update(group.swaps)
         self.fresh = True
@@ -233,8 +238,10 @@ class WeightViews:
     def _swaps(self, unit: Unit) -> list[Swap]:
         """The views of the weights of `unit`, made for it alone if they are not ready."""
         hooks = self._hooks
-        if self.fresh and unit.start in self.ready:
-            return self.ready[unit.start]
+        ready = self.ready.get(unit.start) if self.fresh else None
+        # Not those that torch.func.functional_call has put in their place.
+        if ready is not None and all(each.params[each.name] is each.param for each in ready):
+            return ready
         if not (hooks.measures or hooks.captured or hooks.exponents[unit.place]):
             return []
         return self._lend(self._alone[unit.start])[unit.start]

@@ -148,7 +148,8 @@ class Stream:
 
     def add(self, write: Listener, log: RunLog | None = None) -> None:
         """Calls `write` with every line from now on."""
-        self._listeners.append((write, log))
+        # Files come first: a function that raises must not cost them lines.
+        self._listeners.insert(len(self._listeners) if log is None else 0, (write, log))
         self._last = max(self._last, 0 if log is None else log.last_step)
 
     def send(self, record: Record) -> None:
@@ -175,8 +176,9 @@ class Stream:
         """Hands on the lines that are complete; with `wait` all, and to the disk."""
         while self._pending and (wait or self._pending[0].arrived()):
             one = self._pending.popleft()
-            for line in self._lines(one):
-                for write, _ in self._listeners:
+            lines = list(self._lines(one))
+            for write, _ in list(self._listeners):
+                for line in lines:
                     write(line)
         for _, log in self._listeners if wait else ():
             if log is not None:

@@ -25,6 +25,8 @@ def bad_weights(names: Names, optimizers: Iterable[Any]) -> list[str]:
     flags: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
     for key, param in params.items():
         values = local(param.detach())
+        if values.dtype.itemsize < 2:
+            continue  # torch cannot ask numbers of 8 bits
         flags[values.device].append((key, torch.isfinite(values).all()))
     bad: set[int] = set()
     for found in flags.values():

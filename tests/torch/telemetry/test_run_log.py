@@ -25,6 +25,7 @@ from gradscale.torch.grads.reference import Measurement
 from gradscale.torch.telemetry import run_log, transport
 from gradscale.torch.telemetry.blame import BlameLater
 from gradscale.torch.telemetry.names import Names
+from gradscale.torch.telemetry.weights import bad_weights
 from one_weight import HUGE, OURS, Run
 
 Lines = list[dict[str, Any]]
@@ -490,6 +491,34 @@ def test_stuck_run_names_weights_that_are_not_finite(in_tensors: bool) -> None:
     assert set(found) == {"loss-not-finite", "stuck", "weights-not-finite"}
     assert found["weights-not-finite"]["where"] == "Head.weight"
     assert found["weights-not-finite"]["evidence"] == "Weights are not finite: Head.weight."
+
+
+def test_weights_of_8_bits_are_left_out() -> None:
+    weights = [nn.Parameter(torch.tensor([math.nan])), nn.Parameter(torch.zeros(2))]
+    frozen = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(frozen, requires_grad=False)]})
+    assert len(bad_weights(Names(), [optimizer])) == 1
+
+
+def test_function_that_raises_costs_the_file_no_line(tmp_path: Path) -> None:
+    def fail(line: dict[str, Any]) -> None:
+        if line["kind"] != "run":
+            raise ValueError(line["kind"])
+
+    run = Run(OURS)
+    run.scaler.log_to(fail)
+    run.scaler.log_to(tmp_path)
+    for x in (1.0, math.inf, 1.0):
+        run.scaler.scale(run.model(torch.tensor([x])).sum()).backward()
+        run.scaler.step(run.optimizer)
+        with pytest.raises(ValueError, match="step"):
+            run.scaler.update()
+        run.optimizer.zero_grad()
+    run.scaler.log_to(None)
+    lines = read(tmp_path)
+    assert [line["steps"][0]["applied"] for line in lines.steps] == [True, False, True]
+    assert [event["name"] for event in lines.events] == ["skip", "recover"]
 
 
 def test_stuck_run_with_good_weights_has_the_old_message() -> None:
