@@ -159,7 +159,7 @@ class _Writer:
             return
         self.drain()
         with self._busy:
-            if self._closed:
+            if self.is_over():  # by then
                 return
             self._closed = True
             os.close(self._file)
