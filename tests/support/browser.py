@@ -15,6 +15,7 @@ import select
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,17 @@ def chromium(profile: Path) -> Iterator[Browser]:
             os.dup2(end, number)
             os.close(end)
 
-    process = subprocess.Popen(
-        [path, *flags, *quiet, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
-        preexec_fn=place,
-        close_fds=False,  # what Python opens is closed by exec anyway, but for 3 and 4
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with warnings.catch_warnings():
+        # jax, where another test has imported it, warns of every fork. This one calls exec at once.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        process = subprocess.Popen(
+            [path, *flags, *quiet, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            preexec_fn=place,
+            close_fds=False,  # what Python opens is closed by exec anyway, but for 3 and 4
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     os.close(theirs)
     os.close(theirs_out)
     browser = Browser(commands, replies)
