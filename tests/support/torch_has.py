@@ -46,7 +46,7 @@ def full_graph(function: Callable[..., Any], *args: Any) -> bool:
 
 
 def input_metadata() -> None:
-    """Nodes of autograd that say which gradients they take (torch 2.11, not torch 2.4)."""
+    """Nodes of autograd that say which gradients they take (torch 2.6, not torch 2.4)."""
     if not hasattr((torch.ones(1, requires_grad=True) * 2).grad_fn, "_input_metadata"):
         pytest.skip("needs Node._input_metadata", allow_module_level=True)
 

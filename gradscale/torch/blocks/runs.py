@@ -120,7 +120,7 @@ class Runs:
             return
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
             return
-        if extra() is None or nn.modules.module._has_any_global_hook():
+        if extra() is None or _has_global_hooks():
             return
         self._hooks.terms.holds = False  # until the pass has ended as it should
         self.on = True
@@ -262,6 +262,20 @@ def _parts(hooks: BlockHooks, units: Sequence[Unit]) -> Iterator[Part]:
             part = Part(place, module, own.get(module), index == 0, index == num - 1)
             if part.first or part.last or part.unit is not None:
                 yield part
+
+
+def _has_global_hooks() -> bool:
+    """Whether there are hooks that every module calls.
+
+    torch has a function for it from 2.8 on; these are in all versions.
+    """
+    torch_modules = nn.modules.module
+    return bool(
+        torch_modules._global_forward_pre_hooks
+        or torch_modules._global_forward_hooks
+        or torch_modules._global_backward_pre_hooks
+        or torch_modules._global_backward_hooks
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:
