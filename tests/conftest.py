@@ -16,6 +16,13 @@ import their_warnings
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # Without it JAX searches for accelerators, and says so when it finds a GPU that it cannot use.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Four devices, so that one process can share work out; programs that are compiled quickly rather
+# than well; and float16 that is float16: XLA leaves out a rounding that is followed by float32.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true --xla_allow_excess_precision=false",
+)
 
 # A script, run by `make mutants`, and what test files import (`pythonpath` in pyproject.toml makes
 # that work): the doctest collector would import the first, and the second once more.

@@ -58,6 +58,7 @@ def one_thread() -> Iterator[None]:
 
 def test_scripts_are_all_known_here() -> None:
     known = (
+        *((FOLDER / f"{name}.py") for name in ("jax_gpt", "jax_step")),
         blocks,
         calls,
         drop_in,
@@ -70,13 +71,50 @@ def test_scripts_are_all_known_here() -> None:
         spikes,
         step,
     )
-    assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {each.__file__ for each in known}
+    assert {str(path) for path in FOLDER.glob("[a-z]*.py")} == {
+        str(each) if isinstance(each, Path) else each.__file__ for each in known
+    }
+
+
+def cases_of(table: Path) -> list[str]:
+    """The cases in a table of JAX, in order; every time and loss in it is a number above 0."""
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row["value"]) > 0 for row in rows if row["what"] in ("ms", "loss"))
+    return list(dict.fromkeys(row["case"] for row in rows))
+
+
+def test_step_of_jax_is_timed_against_its_peers(tmp_path: Path) -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("flax")
+    module, table = load(FOLDER / "jax_step.py"), tmp_path / "jax.csv"
+    module.measure("perceptron", module.perceptron(True), True, 1, 1, table)
+    assert cases_of(table) == [f"perceptron, clipping, {case}" for case in module.CASES]
+
+
+def test_gpt_of_jax_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optax")
+    module, table = load(FOLDER / "jax_gpt.py"), tmp_path / "jax.csv"
+    few = ["--tiny", "--steps", "20", "--seeds", "1", "--results", str(table)]
+    module.main([*few, "--arms", "float16, headroom"])
+    assert cases_of(table) == ["float16, headroom"]
+    assert "0 skipped" in capsys.readouterr().out
+
+
+def test_best_accuracy_of_the_blocks_is_that_of_the_best_guess() -> None:
+    shape = blocks.Shape(8, 2, 4, 4, 16)
+    data = blocks.Data(0, shape, "cpu")
+    x, labels = data.batch(4096)
+    first, second = (x.mean(1) @ data.ways.T > 0).long().unbind(1)
+    best = data.best_accuracy()
+    error = (best * (1 - best) / 4096) ** 0.5
+    assert abs(((first + 2 * second) == labels).double().mean().item() - best) < 4 * error
 
 
 def test_blocks_are_timed_and_learn(capsys: pytest.CaptureFixture[str]) -> None:
     shape = blocks.Shape(8, 2, 4, 4, 8)
     blocks.cost("small", shape, "cpu", rounds=1)
-    blocks.learn(shape, "cpu", seeds=1, steps=12)
+    blocks.learn(shape, "cpu", seeds=[0], steps=12)
     out = capsys.readouterr().out
     assert "ms with BlockScales, ratio" in out
     assert "blocks 0." in out

@@ -96,6 +96,11 @@ def run_example(path: Path) -> str:
 
 NEEDS: dict[str, Callable[[], Any]] = {
     "accelerate.md": partial(pytest.importorskip, "accelerate"),
+    "jax.md": partial(pytest.importorskip, "optax"),
+    "jax_equinox.py": partial(pytest.importorskip, "equinox"),
+    "jax_flax_nnx.py": partial(pytest.importorskip, "flax"),
+    "jax_optax.py": partial(pytest.importorskip, "optax"),
+    "jax_sharded.py": partial(pytest.importorskip, "optax"),
     "lightning.md": partial(pytest.importorskip, "lightning"),
     "transformers.md": partial(pytest.importorskip, "transformers"),
     "trainer_lora.py": partial(pytest.importorskip, "peft"),

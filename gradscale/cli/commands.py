@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 DEMO_STEPS = 1200
 QUICK_STEPS = 40
+ENGINES = ("torch", "jax")
+"""What the demo can train with."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -84,6 +86,9 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps: too few to show anything.")
     ] = False,
+    engine: Annotated[
+        str, typer.Option(help="torch or jax: what trains. The weights and batches are the same.")
+    ] = "torch",
 ) -> None:
     """Train one small network in float32 and in float16 with and without a scale, on the CPU.
 
@@ -93,6 +98,8 @@ def demo(
         from gradscale.demo import digits, picture, summary, train
 
         train.check(steps, seed)
+        if engine not in ENGINES:
+            raise SettingError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}.")
         picture.check_path(output)
     console = Console(highlight=False)
     images = digits.load_digits()
@@ -100,8 +107,8 @@ def demo(
     console.print(
         f"Training the same network on {len(images):,} handwritten digits, {len(train.RUNS)} times:"
     )
-    with train.one_thread():
-        traces = run_all(console, images, QUICK_STEPS if quick else steps, seed)
+    with reported(engine), train.one_thread():
+        traces = run_all(console, images, QUICK_STEPS if quick else steps, seed, engine)
     rows = [summary.summarise(trace) for trace in traces]
     console.print(demo_table(rows))
     console.print(summary.NOTES, style="dim")
@@ -112,9 +119,12 @@ def demo(
     console.print(f"Picture: {escape(str(output))}", soft_wrap=True)
 
 
-def run_all(console: Console, images: Any, steps: int, seed: int) -> list[Trace]:
+def run_all(console: Console, images: Any, steps: int, seed: int, engine: str) -> list[Trace]:
     """The traces of all runs; shows a progress bar for each, or a line without a terminal."""
     from gradscale.demo.train import RUNS, Trace, train
+
+    if engine == "jax":
+        from gradscale.demo.jax_train import train
 
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[loss]}"))
     traces = []

@@ -24,6 +24,8 @@ FRAMEWORKS = ("torch", "jax", "keras", "triton")
 # As in pyproject.toml, which is not part of an installation; a test compares the two.
 EXTRAS = {
     "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "equinox": ("jax", "optax", "equinox"),
     "cli": ("typer", "rich"),
     "simulate": ("typer", "rich", "numpy"),
     "demo": ("torch", "typer", "rich", "matplotlib"),

@@ -77,12 +77,13 @@ class Headroom:
     at most once in 16 times as many if by one; never above what recent gradients leave room for.
 
     A step that is not finite although its gradients should have fitted means that something else
-    overflows, such as the gradient of an activation, or that there was a spike: `spread` is doubled
-    and becomes two more, and at least two more than the scale had to spare. After n finite steps
-    that were not above crest and spread, it is at most `forget` / n; `forget` counts double after
-    every such overflow but the first. If the bad steps go on, the scale falls by 8, 16, 16, ...
-    binades. If there are more than two, or if the gradients after them are large enough to explain
-    the overflow, `spread` becomes what it was before.
+    overflows, such as the gradient of an activation, or that there was a spike: `spread` becomes
+    two more than twice what it was (the first time, than four times), and at least two more than
+    the scale had to spare. After n finite steps that were not above crest and spread, it is at most
+    `forget` / n; `forget` counts double after every such overflow but the first. If the bad steps
+    go on, the scale falls by 8, 16, 16, ... binades. If there are more than two, or if the
+    gradients after them are large enough to explain the overflow, `spread` becomes what it was
+    before.
 
     With `spikes="skip"` an overflow after a finite step is a lone spike: it moves nothing. At most
     one in 16 steps on average counts as such, and at most four within a few steps.
@@ -217,8 +218,10 @@ class Headroom:
 
         # Not finite: lower the scale by more at each step, and by more than seemed necessary.
         gap = room - ground - log2_scale
-        twice = state.spread + state.spread
-        wider = xp.minimum(xp.maximum(xp.maximum(gap, zero), twice) + whole(2), whole(WIDEST))
+        # Before the first overflow nothing is known about the height of spikes.
+        early = state.patience < whole(self.forget)
+        more = state.spread * xp.where(early, whole(4), whole(2))
+        wider = xp.minimum(xp.maximum(xp.maximum(gap, zero), more) + whole(2), whole(WIDEST))
         drop = xp.where(hurt, xp.where(state.bad_steps > one, whole(16), whole(8)), whole(2))
         known = xp.minimum(room - xp.maximum(ground + wider, above), log2_scale - drop)
         unknown = xp.minimum(log2_scale - whole(16), zero)

@@ -2,65 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
-from collections.abc import Mapping
-from typing import Any
-
-from gradscale.checkpoints import format as checkpoints
-from gradscale.errors import SettingError, StateError, caller_level
+from gradscale.checkpoints.policies import policy_of as policy_of
+from gradscale.checkpoints.policies import settings_of as settings_of
+from gradscale.checkpoints.policies import state_of as state_of
+from gradscale.errors import SettingError
 from gradscale.formats import Format, format_named
-from gradscale.policy import POLICIES, DefaultBound, Dynamic, Off, Policy, Static
-
-
-def policy_of(saved: checkpoints.Saved, present: Policy) -> Policy:
-    """The policy of a checkpoint, for a scaler that has the policy `present`."""
-    try:
-        if saved.policy is not None:
-            given = dict(saved.settings)
-            for bound in ("min_scale", "max_scale"):
-                if given.pop(f"default_{bound}", False):
-                    given[bound] = DefaultBound(given[bound])
-            return POLICIES[saved.policy](**given)
-        if isinstance(present, Dynamic):
-            return dataclasses.replace(present, exact=False, **saved.settings)
-    except KeyError:
-        raise StateError(
-            f"The state's policy {saved.policy!r} is none of {', '.join(POLICIES)}."
-        ) from None
-    except (SettingError, TypeError) as error:
-        raise StateError(f"The settings of the state are damaged: {error}") from None
-    raise StateError(
-        f"The state is of a scaler that moves, and this scaler's policy is {present}. "
-        "Load it with settings=False to take its scale alone."
-    )
-
-
-def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
-    """The state of `policy` that a checkpoint's `fields` describe, its scale within the bounds."""
-    first = policy.init()
-    if isinstance(policy, Off):
-        return first
-    odd = set(first._fields) ^ set(fields)
-    older = set(getattr(policy, "added", ())) - set(fields)
-    if strict and odd - older:
-        names = ", ".join(sorted(odd))
-        raise StateError(f"The state has not the fields of {type(policy).__name__}: check {names}.")
-    known = {name: value for name, value in fields.items() if name in first._fields}
-    for name, value in known.items():
-        if isinstance(getattr(first, name), int) and not isinstance(value, int):
-            raise StateError(f"The state's {name} must be a whole number, got {value!r}.")
-        known[name] = type(getattr(first, name))(value)
-    state = first._replace(**known)
-    scale = float(state.scale)
-    if not isinstance(policy, Static):
-        scale = min(max(scale, policy.min_scale), policy.max_scale)
-    if scale != state.scale:
-        warnings.warn(
-            f"The loaded scale {state.scale} is outside min_scale and max_scale: now {scale}.",
-            stacklevel=caller_level(),
-        )
-    return state._replace(scale=scale)
+from gradscale.policy import Policy
 
 
 def format_of(policy: Policy | None, format: str) -> Format:

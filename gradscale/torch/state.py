@@ -21,7 +21,6 @@ from gradscale.formats import Format
 from gradscale.policy import (
     MAX_SCALE,
     MIN_SCALE,
-    DefaultBound,
     Dynamic,
     DynamicState,
     GradStats,
@@ -40,7 +39,7 @@ from gradscale.torch.grads.packed import (
 )
 from gradscale.torch.grads.scale import Scale, constant, move
 from gradscale.torch.grads.upload import Pool
-from gradscale.torch.saved_state import policy_of, state_of
+from gradscale.torch.saved_state import policy_of, settings_of, state_of
 
 HALF_LOSS_SCALE = 2.0**15
 """A float16 loss seeds its backward pass in float16, where 2**16 is infinite."""
@@ -376,11 +375,7 @@ class ScaleState:
         `rows` are the skipped steps in a row of every optimizer.
         """
         state, counters, losses = self.numbers()
-        settings = dataclasses.asdict(self.policy)
-        for bound in ("min_scale", "max_scale"):
-            if isinstance(settings.get(bound), DefaultBound):
-                settings[f"default_{bound}"] = True
-        name = type(self.policy).__name__
+        settings, name = settings_of(self.policy), type(self.policy).__name__
         named = [(key, one._asdict()) for key, one in losses.items()]
         if not any(rows):
             rows = ()

@@ -54,6 +54,7 @@ def test_demo_prints_four_rows_and_writes_a_picture(tmp_path: Path) -> None:
         (["--steps", "0"], "steps must be >= 1, got 0."),
         (["--steps", "many"], "Invalid value for '--steps'"),
         (["--seed", "-1"], "seed must be >= 0 and < 2**63, got -1."),
+        (["--engine", "keras"], "engine must be one of torch, jax, got 'keras'."),
         (["--output", "picture.txt"], "output must end in .png, .svg, .pdf, got picture.txt."),
         (["--output", "no/such/folder/p.png"], "output must be a file in a folder that exists"),
     ],

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.soak
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PATHS = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
 RUN = ["-m", "gradscale", "run"]
 
 
@@ -58,6 +59,19 @@ def test_a_trainer_script_gives_the_same_bits_and_a_log(tmp_path: Path) -> None:
     log = read(tmp_path / "log")
     assert len(log.steps) == 8
     assert all(line["steps"][0]["applied"] for line in log.steps)
+
+
+@pytest.mark.gpu
+def test_a_trainer_with_fp16_gives_the_same_bits_and_a_log(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = SCRIPTS / "train_trainer_fp16.py"
+    plain = run(script, tmp_path / "out", cwd=tmp_path)
+    done = run(*RUN, "--log", "log", script, tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == plain.returncode == 0, done.stderr + plain.stderr
+    assert done.stdout.splitlines()[-1] == plain.stdout.splitlines()[-1] != ""
+    log = read(tmp_path / "log")
+    assert len(log.steps) == 12
+    assert log.steps[-1]["steps"][0]["applied"]
 
 
 def test_another_policy_is_used_where_the_script_chooses_none(tmp_path: Path) -> None:

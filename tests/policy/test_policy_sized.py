@@ -245,7 +245,8 @@ def test_headroom_wastes_at_most_two_steps_from_any_scale() -> None:
             history = together(amax, above=np.full(amax.shape, above))
             report = walk(Headroom(), history, scales=starts)
             assert report.skipped.max() <= 2, (level, above)
-            assert np.abs(report.scales[-1] + level + above - 13).max() <= 6, (level, above)
+            # The first overflow makes a spread of at most 4 * 2 + 2 binades.
+            assert np.abs(report.scales[-1] + level + above - 13).max() <= 10 - 3, (level, above)
 
 
 def test_headroom_is_back_ten_steps_after_a_burst() -> None:
@@ -318,6 +319,16 @@ def test_overflow_by_a_little_costs_two_binades_whenever_the_last_room_was_given
     after, (scale,) = fed(policy, [math.log2(over)], state)
     assert scale == math.log2(state.scale) - 2
     assert after.spread == 2
+
+
+def test_first_overflow_makes_more_room_than_a_later_one() -> None:
+    policy = Headroom()
+    state, _ = fed(policy, [-9.0] * 20)
+    assert state.spread == 2
+    first = policy.update(state, LOST)
+    assert (first.spread, first.scale) == (4 * 2 + 2, state.scale / 2**8)
+    later = policy.update(state._replace(patience=first.patience), LOST)
+    assert (later.spread, later.scale) == (2 * 2 + 2, state.scale / 2**4)
 
 
 def test_overflow_again_while_the_last_is_remembered_doubles_the_room() -> None:
@@ -417,7 +428,7 @@ def test_headroom_takes_the_exponent_from_amax(amax: float) -> None:
 
 
 def test_moves_of_headroom_are_few() -> None:
-    for kind, most in (("steady", 12), ("spikes", 20), ("activations", 20), ("heavy", 40)):
+    for kind, most in (("steady", 12), ("spikes", 20), ("activations", 22), ("heavy", 40)):
         assert walk(Headroom(), made_up(kind, 1000, 300)).moves.max() <= most, kind
 
 

@@ -127,7 +127,8 @@ class Output(torch.autograd.Function):
         total = None if grad is None else _times(grad, factor)
         if live is not None:
             live.check()
-            live.terms.used.add(ctx.route[2])
+            if grad is not None:
+                live.terms.used.add(ctx.route[2])
             this_pass = torch._C._current_graph_task_id()
             for number, part in ctx.arrived:
                 if number == this_pass:
@@ -210,26 +211,31 @@ class Input(torch.autograd.Function):
         return _times(grad, own), None, leaving, entering, None, None, *others
 
 
-class Change(torch.autograd.Function):
-    """A tensor that goes from one block to the next, in a pass that does not measure."""
+class Change:
+    """Where a gradient goes from one block to the one before it, in a pass that does not measure.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, factor: Factor, route: tuple[int, int, int], live: Live
-    ) -> Tensor:
-        """A view of `x`, as that of `Input`."""
-        ctx.set_materialize_grads(False)
-        ctx.factor, ctx.route, ctx.live = factor, route, live
-        return x.view_as(x)
+    A hook of the operation that has made the tensor between the two. It is called with the
+    gradients of all outputs of that operation.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient at the scale of the block that it goes to."""
-        live = ctx.live
-        live.check()
-        if grad is not None and live.terms.holds:
-            grad = _times(grad, ctx.factor)
-        return grad, None, None, None
+    Args:
+        nr: Which of the outputs the tensor is.
+        factor: By which its gradient is multiplied.
+        live: Of the pass.
+    """
+
+    __slots__ = ("_factor", "_live", "_nr")
+
+    def __init__(self, nr: int, factor: Factor, live: Live) -> None:
+        self._nr, self._factor, self._live = nr, factor, live
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """The gradients, that of the tensor at the scale of the block that it goes to."""
+        self._live.check()
+        nr = self._nr
+        grad = grads[nr]
+        if grad is None or not self._live.terms.holds:
+            return None
+        return *grads[:nr], _times(grad, self._factor), *grads[nr + 1 :]
 
 
 class Weights(torch.autograd.Function):
@@ -261,6 +267,12 @@ class Weights(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.factors, ctx.slots, ctx.places, ctx.mark = factors, slots, places, mark
         ctx.terms = terms
+        ctx.is_plain = (
+            meter is None
+            and terms is not None
+            and not isinstance(factors, Tensor)
+            and all(param.dtype is not torch.float16 for param in params)
+        )
         ctx.num_meters = 0 if meter is None else len(meter)
         if torch.compiler.is_compiling():
             return tuple(param.view_as(param) for param in params)
@@ -271,6 +283,11 @@ class Weights(torch.autograd.Function):
         """The gradients without the scale of the block, those of half weights in float32; amax."""
         compiling = torch.compiler.is_compiling()
         own = [False] * len(grads) if compiling else lone(grads, counts_of_lone())
+        if ctx.is_plain and all(own):
+            _refuse_second_gradients()
+            if ctx.terms.holds:
+                torch._foreach_mul_(list(grads), ctx.factors)  # type: ignore[arg-type]
+            return None, None, None, None, None, None, *grads
         there = [grad for grad in grads if grad is not None]
         if not there:
             return None, None, None, None, None, None, *grads
@@ -316,8 +333,6 @@ def _now(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 leave_now: Callable[..., Tensor] = _now(Output)
 enter_now: Callable[..., Tensor] = _now(Input)
-change: Callable[..., Tensor] = super(torch.autograd.Function, Change).apply
-"""Not where functorch transforms are active."""
 
 
 def is_untouched(x: Tensor | None) -> bool:

@@ -49,6 +49,10 @@ class Gap:
         self._ends: list[tuple[End, ...]] = []
         """Of every node, where its gradients go to."""
 
+    def is_step(self) -> bool:
+        """Whether one operation leads to one block."""
+        return len(self.nodes) == 1 == len(self.blocks) and step_from(self.nodes[0]) is not None
+
     def carry(self, grad: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """The gradients of `blocks` and `leaves` that come from `grad`, the gradient of `x`."""
         at_blocks: list[Tensor | None] = [None] * len(self.blocks)
@@ -148,6 +152,14 @@ class Gap:
         self._ends = [tuple(end_of(*edge) for edge in node.next_functions) for node in self.nodes]
         self.first = end_of(x.grad_fn, x.output_nr)
         return ""
+
+
+def step_from(node: Any) -> Any:
+    """The edge from an operation that hands its gradient on to one other; None if it does more."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    if len(edges) != 1 or isinstance(node, BackwardCFunction):
+        return None
+    return edges[0]
 
 
 def _metadata(nodes: list[Any], end: End) -> Any:

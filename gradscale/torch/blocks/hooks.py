@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gradscale.errors import CallOrderError, SettingError
+from gradscale.torch.blocks.additions import Additions
 from gradscale.torch.blocks.chains import Block, device_of
 from gradscale.torch.blocks.edges import (
     OUTSIDE,
@@ -36,7 +37,7 @@ from gradscale.torch.blocks.edges import (
 )
 from gradscale.torch.blocks.gaps import Gap
 from gradscale.torch.blocks.meters import ENTERING, LEAVING, Meters
-from gradscale.torch.blocks.runs import Runs
+from gradscale.torch.blocks.runs import Runs, Source
 from gradscale.torch.blocks.units import (
     NO_GRAD_DTYPE,
     Unit,
@@ -76,8 +77,8 @@ class BlockHooks:
         compiling), the tensor before the border, and the place of the block."""
         self.given: list[tuple[int, Tensor, int]] = []
         """Inputs without a border: the place of the block, the tensor and its version."""
-        self._direct: int | None = None
-        """The block whose output the last input was, None if it was something else."""
+        self._direct: Source | None = None
+        """Where the last input came from, None if it was something else than a block."""
         self._used: set[Any] = set()
         """The operations of all gaps of this forward pass."""
         self._returned = False
@@ -88,6 +89,7 @@ class BlockHooks:
         units = find_units(blocks)
         if not HAS_GRAD_DTYPE and any(is_half(param) for unit in units for param in unit.params()):
             raise SettingError(NO_GRAD_DTYPE)
+        self.additions = Additions(model, blocks)
         self.meters = Meters(len(blocks), units, self.factors)
         self.terms = Terms()
         self.weights = WeightViews(self, units)
@@ -154,6 +156,8 @@ class BlockHooks:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self.runs.end()  # if an interrupt has left them
+        if self.additions.pending:
+            self.additions.check()
         self._returned = False
         if not self._params:
             named = self._model.parameters()
@@ -164,7 +168,7 @@ class BlockHooks:
             self._renew()
         self.weights.prepare()
         self.runs.calls = []
-        if not (self.measures or self.captured or self.idle):
+        if not (self.measures or self.captured):
             self.runs.begin()
 
     def _notice_capture(self) -> None:
@@ -206,7 +210,8 @@ class BlockHooks:
             inside = tree_map_only(Tensor, arrive, (args, kwargs))
         if not torch.compiler.is_compiling() and self.measures:
             alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            self.runs.note(place, self._direct if alone else None, args[0] if alone else None)
+            self.runs.note(place, self._direct if alone else None)
+            self._direct = None
         if unit is not None:
             self.weights.replace(unit, module, args)
         return inside
@@ -218,7 +223,7 @@ class BlockHooks:
             return x
         for seen, node, made, maker in self.made:
             if seen is x and x.grad_fn is node and is_untouched(x):
-                self._direct = maker
+                self._direct = Source(maker, [x])
                 return self._arrive_from(place, maker, made)
         if x.device != self.device:
             raise CallOrderError(
@@ -233,6 +238,10 @@ class BlockHooks:
         leaves = () if gap is None else gap.leaves
         factors = [] if gap is None else [self.factor(place, n.route[2]) for n in gap.blocks]
         live = self.live._replace(x=x, gap=gap, factors=factors)
+        if gap is not None and gap.is_step():
+            for seen, node, _, maker in self.made:
+                if node is gap.blocks[0] and is_untouched(seen):
+                    self._direct = Source(maker, [seen], [x])
         route = (self.mark, place, OUTSIDE)
         return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
 
@@ -381,7 +390,7 @@ class BlockHooks:
 
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
-        self.made, self.given = [], []
+        self.made, self.given, self._direct = [], [], None
         self._used = set()
         self.runs.forget()
         self.weights.fresh = False
@@ -390,6 +399,7 @@ class BlockHooks:
         """A copy has borders of its own: what comes from the original is not from its blocks."""
         self.__dict__.update(state)
         self.mark, self._out_for, self._params = next(_marks), None, set()
+        self._out = [(factor, meter, (self.mark, *route[1:])) for factor, meter, route in self._out]
 
     def remove(self) -> None:
         """Removes the hooks from the model."""

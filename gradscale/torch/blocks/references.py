@@ -17,11 +17,16 @@ _storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors have the memory of a tensor, by its address; None if this torch does not say."""
 
 
-def is_held(cell: list[Tensor]) -> bool:
-    """Whether something in Python refers to the tensor in `cell`, also weakly, besides `cell`."""
+def is_held(cell: list[Tensor], known: int = 0) -> bool:
+    """Whether something in Python refers to the tensor in `cell`, also weakly, besides `cell`.
+
+    Args:
+        cell: A list of one tensor.
+        known: How many other references there are that do not count.
+    """
     saved = uses(cell[0]) > 1
     count = sys.getrefcount(cell[0])
-    return count > 2 + (extra() or 0) * saved or weakref.getweakrefcount(cell[0]) > 0
+    return count > 2 + known + (extra() or 0) * saved or weakref.getweakrefcount(cell[0]) > 0
 
 
 @functools.cache

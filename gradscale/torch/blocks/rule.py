@@ -27,8 +27,17 @@ _FLOOR = -14
 """2**-14 is the smallest normal number of float16: no block falls below it because of a fault."""
 _FAULTS = 4
 """The most faults of a block that count at a time."""
-_FAINT = -8
-"""Below 2**-8, a gradient has less than 16 binades in which float16 can hold its elements."""
+_FAINT = -10
+"""Below 2**-10, a gradient has less than 14 binades in which float16 can hold its elements."""
+_SLACK = 4
+"""The least number of binades in which a block may lie, also if gradients in it are faint."""
+_ABOVE, _BELOW = 3, 1
+"""Binades that are left free when blocks are put into runs: more above, since a gradient that
+overflows costs a step, and one that shrinks only some of its smallest elements."""
+_LEAST_ROOM = _ABOVE + _BELOW + 2
+"""The least number of binades between low and high."""
+_FAR = 1000
+"""Beyond all exponents."""
 _WEIGHTS = 2
 """Binades by which gradients of weights may be larger: nothing is computed from them."""
 
@@ -44,7 +53,7 @@ class BlockState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPolicy:
-    """Keeps the largest gradient of a block between 2**low and 2**high.
+    """Keeps the largest gradient of every block between 2**low and 2**high.
 
         entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,
             all at the scale that the block has; amax is the largest of them, weights / 4
@@ -54,36 +63,40 @@ class BlockPolicy:
             move by -drop                   # or more, or less: entering goes to 2**target at most,
             resting += rest                 # and not below 2**-14
         else:
-            if not 2**low <= amax < 2**high:
-                move amax to 2**target      # while resting, low and target are lower by drop
-            if an input or a weight has no gradient above 2**-8 and the block is not resting:
-                move up until it has one, or until amax is near 2**high
+            the block is in its place if 2**low <= amax < 2**high, and no input or weight has its
+            largest gradient below 2**-10, unless amax is near 2**high
+            # while resting, low and target are lower by drop, and the block does not rise
 
-    A block that is in its place is left alone, so most blocks of most models keep the scale 1. A
-    block that is moved gets an exponent that is a multiple of `grid`, and a block whose gradients
-    allow it, with a binade to spare, gets the exponent of the block after it. So neighbours mostly
-    have the same scale, and nothing has to be done between them. The numbers are binades of
-    float16, whose largest number is just below 2**16. Several faults add up: something inside of
-    such a block is larger than what is seen at its border.
+    If a block is not in its place, or if fewer scales would do, the blocks are put into runs, from
+    the last to the first, that have one scale each: as many blocks as can be in their places, with
+    a binade to spare below and three above. The last run has the scale 1, as what comes after it.
+    Others have the scale that puts their gradients around 2**target, half above it and half below.
+    Between blocks of a run nothing has to be done. If all blocks are in their places, they stay.
+
+    The numbers are binades of float16, whose largest number is just below 2**16. Several faults add
+    up: something inside of such a block is larger than what is seen at its border.
     """
 
-    target: int = 6
-    low: int = 0
+    target: int = 4
+    low: int = -6
     high: int = 12
     drop: int = 8
     rest: int = 32
-    grid: int = 8
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SettingError(f"{name} must be a whole number, got {value!r}.")
-            if name in ("drop", "rest", "grid") and value < 1:
+            if name in ("drop", "rest") and value < 1:
                 raise SettingError(f"{name} must be >= 1, got {value}.")
         if not _FLOOR <= self.low <= self.target <= self.high <= 16:
             raise SettingError(
                 f"low, target and high must rise from -14 to 16, got {self.low}, {self.target}, "
                 f"{self.high}."
+            )
+        if self.high - self.low < _LEAST_ROOM:
+            raise SettingError(
+                f"high must be at least low + {_LEAST_ROOM}, got {self.low} and {self.high}."
             )
 
     def init(self, num_blocks: int, device: torch.device) -> BlockState:
@@ -105,76 +118,88 @@ class BlockPolicy:
         found = torch.frexp(largest).exponent
 
         num_faults = (state.resting + (self.rest - 1)).div(self.rest, rounding_mode="floor")
-        lower = (num_faults * self.drop).clamp(max=self.low - _FLOOR)
-        outside = (found > self.high) | (found <= self.low - lower)
-        wanted = self._on_grid(state.exponents + self.target - lower - found + self._grid // 2)
-        move = torch.where(outside, wanted - state.exponents, 0)
+        lower = (num_faults * self.drop).clamp(max=max(0, self.low - _FLOOR))
+        rests = state.resting > 0
+        # By how much blocks may move and be in their places.
+        least, most = self.low + 1 - lower - found, self.high - found
         smallest = torch.frexp(amax[SMALLEST]).exponent
-        faint = (amax[SMALLEST] > 0) & finite[SMALLEST] & (state.resting == 0)
-        faint &= smallest + move < _FAINT
-        wanted = self._on_grid(state.exponents + _FAINT - smallest + self._grid - 1)
-        lift = torch.minimum(wanted - state.exponents, self.high - found)
-        move = torch.where(faint, torch.maximum(move, lift), move)
+        faint = torch.where(
+            (amax[SMALLEST] > 0) & finite[SMALLEST] & ~rests, _FAINT - smallest, -_FAR
+        )
+        slack = min(_SLACK, self.high - self.low - _ABOVE - _BELOW - 1)
+        in_place = (least <= 0) & (found <= self.high)
+        in_place &= torch.minimum(faint, most - 1 - slack) <= 0
         fall = torch.minimum(
             (came - self.target).clamp(min=self.drop), (came - _FLOOR).clamp(min=0)
         )
-        fallen = self._on_grid(state.exponents - fall) - state.exponents
-        move = torch.where(fault & (fall > 0), fallen, torch.where(fault, 0, move))
+        # And where they are put, if they are put anywhere.
+        calm = self.target - lower - found
+        calm = torch.where(most < 0, calm, calm.clamp(min=0))
+        lifts = faint + _BELOW > most - _ABOVE - slack
+        most = torch.where(rests, calm, torch.where(lifts, most - 1, most - _ABOVE))
+        least = torch.maximum(least + _BELOW, torch.minimum(faint + _BELOW, most - slack))
+        least = torch.where(rests, most - slack, least)
+        least = torch.where(fault, -fall, torch.minimum(least, most))
+        most = torch.where(fault, -fall, most)
+        least = torch.where(known, state.exponents + least, -_FAR)
+        most = torch.where(known, state.exponents + most, _FAR)
+        bias = self.target - (self.low + _BELOW + self.high - _ABOVE) // 2
+        bounds = torch.stack([least, most]).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        placed = _in_runs(bounds[0], bounds[1], bias)
 
-        places = torch.arange(len(move), device=move.device)
-        above = torch.where(known, places, len(move)).flip(0).cummin(0).values.flip(0)
-        move = torch.where(above < len(move), move[above.clamp(max=len(move) - 1)], 0)
-        own = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
-        # Where a block may go for the sake of its neighbour: not to the edge of its place, and not
-        # higher than a move puts it, nor so low that something becomes faint.
-        most = state.exponents - found + min(self.high - 1, self.target + self._grid // 2)
-        least = state.exponents - found + self.low + 2
-        seen = (amax[SMALLEST] > 0) & finite[SMALLEST]
-        kept = torch.minimum(state.exponents - smallest + _FAINT, own)
-        least = torch.where(seen, torch.maximum(least, kept), least)
-        free = known & ~fault & (state.resting == 0)
-        exponents = _merged(own, least, torch.where(free, most, least - 1))
+        places = torch.arange(len(placed), device=placed.device)
+        above = torch.where(known, places, len(places)).flip(0).cummin(0).values.flip(0)
+        move = (placed - state.exponents)[above.clamp(max=len(places) - 1)]
+        move = torch.where(above < len(places), move, 0)
+        exponents = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        stays = ((in_place & ~fault) | ~known).all()
+        stays &= _num_changes(state.exponents) <= _num_changes(exponents)
+        exponents = torch.where(stays, state.exponents, exponents)
         resting = (state.resting + torch.where(fault, self.rest, -1)).clamp(0, self.rest * _FAULTS)
         return BlockState(exponents.to(torch.int32), resting.to(torch.int32))
 
-    @property
-    def _grid(self) -> int:
-        """The grid, or a narrower one on which every block has a place between low and high."""
-        return max(1, min(self.grid, 2 * min(self.target - self.low, self.high - self.target)))
 
-    def _on_grid(self, exponents: Tensor) -> Tensor:
-        """The multiples of the grid that are not above `exponents`."""
-        return exponents.div(self._grid, rounding_mode="floor") * self._grid
+def _num_changes(exponents: Tensor) -> Tensor:
+    """How often the exponent changes, also after the last block, where it is 0."""
+    return torch.diff(exponents, append=torch.zeros_like(exponents[:1])).count_nonzero()
 
 
-def _merged(own: Tensor, least: Tensor, most: Tensor) -> Tensor:
-    """Exponents, where every block has that of the block above it, if that may be, or its own.
+def _in_runs(least: Tensor, most: Tensor, bias: int) -> Tensor:
+    """Exponents from `least` to `most`, with as few changes as there can be.
 
-        above = 0                           # what comes after the last block has no scale
+        run, low, high = [], 0, 0           # what comes after the last block has no scale
         for each block, from the last to the first:
-            above = above if least <= above <= most else own
+            if max(low, least) > min(high, most):
+                give the run the exponent (low + high) // 2 + bias, or the nearest that it may have
+                run, low, high = [], -infinity, infinity
+            run, low, high = [*run, block], max(low, least), min(high, most)
 
-    That loop takes a step for each block. Here the blocks that keep their own are found in as many
-    steps as their number has binary digits: each is the first one below another that cannot have
-    the exponent of that one.
+    That loop takes a step for each block. Here the run that would begin at each block is found at
+    once, and then those that do begin, in as many steps as their number has binary digits.
 
     Args:
-        own: The exponent of every block.
-        least: The least that it may be instead.
-        most: The most that it may be instead.
+        least: The least exponent of each block.
+        most: The most, at least that.
+        bias: Added to the middle of what a run may have.
     """
-    num = len(own)
-    own = torch.cat([own, torch.zeros_like(own[:1])])
-    places = torch.arange(num, device=own.device)
-    above = torch.arange(num + 1, device=own.device)[:, None]
-    parts = ((own[:, None] < least) | (own[:, None] > most)) & (places < above)
-    # Places plus one, so that 0 is the end.
-    below = torch.where(parts, places + 1, 0).amax(1)
-    below = torch.cat([torch.zeros_like(below[:1]), below])
-    keeps = torch.zeros_like(below)
-    keeps[-1:] = 1
-    for _ in range(num.bit_length()):
-        keeps = keeps.scatter_reduce(0, below, keeps, "amax")
-        below = below[below]
-    first = torch.where(keeps[1:] > 0, torch.arange(num + 1, device=own.device), num)
-    return own[first.flip(0).cummin(0).values.flip(0)[:num]]
+    num = len(least)
+    none = torch.zeros_like(least[:1])
+    low, high = (torch.cat([row, none]).flip(0) for row in (least, most))
+    places = torch.arange(num + 1, device=low.device)
+    later = places < places[:, None]
+    # Of a run from one place (row) to another (column).
+    lows = torch.where(later, -_FAR, low).cummax(1).values
+    highs = torch.where(later, _FAR, high).cummin(1).values
+    end = (lows <= highs).sum(1)  # where the next run begins
+    last = (end - 1)[:, None]
+    low, high = lows.gather(1, last)[:, 0], highs.gather(1, last)[:, 0]
+    middle = (low + high).div(2, rounding_mode="floor") + bias
+    own = torch.minimum(torch.maximum(middle, low), high)
+    begins = torch.zeros(num + 2, dtype=torch.int64, device=low.device)
+    begins[0] = 1
+    end = torch.cat([end, end.new_full((1,), num + 1)])
+    for _ in range(num.bit_length() + 1):
+        begins = begins.scatter_reduce(0, end, begins, "amax")
+        end = end[end]
+    first = torch.where(begins[:-1] > 0, places, 0).cummax(0).values
+    return own[first].flip(0)[:num]

@@ -3,13 +3,17 @@
 In most models, and in all passes that look like the last one that measured, the output of a block
 is the input of the next one, and nobody else uses it. Then it needs no border of its own, and the
 block no hooks: while the model runs, `Runs` is called in their place, which takes a microsecond or
-two. Where the scale changes there is one border between the two blocks.
+two. Where the scale changes, the operation that has made the output gets a hook that multiplies its
+gradient: no operation is added to the graph.
 
 That nobody else uses an output is an assumption, and every pass checks it. Autograd numbers its
 operations: if none was made between the end of a block and the beginning of the next, none has used
 anything. And what nobody refers to any more cannot be used later. If a pass turns out to be another
 one after all, all of its scales are taken as 1 (`Terms`): its gradients are those without
 BlockScales. The outputs that were used have a border from then on.
+
+The last run of a pass mostly has the scale 1, as what comes after it has. For its blocks there is
+nothing to do, so what is called is `forward()`: they are like operations outside of all blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradscale.torch.blocks.edges import change, is_untouched
+from gradscale.torch.blocks.edges import Change, is_untouched
+from gradscale.torch.blocks.gaps import step_from
 from gradscale.torch.blocks.references import extra, is_held, uses
 from gradscale.torch.blocks.units import Unit
 
@@ -34,12 +39,28 @@ _number: Any = getattr(torch.autograd, "_get_sequence_nr", None)
 does not say so."""
 
 
+class Source(NamedTuple):
+    """Where the only argument of a block came from, in a pass that measures."""
+
+    maker: int
+    """The block whose output it was, or was made from by one operation."""
+    output: list[Tensor]
+    """That output."""
+    made: list[Tensor] | None = None
+    """What the operation has made from it."""
+
+    def is_used(self) -> bool:
+        """Whether somebody else may use it."""
+        # The border of a block with a gap before it refers to its input.
+        return is_held(self.output) or (self.made is not None and is_held(self.made, known=1))
+
+
 class Call(NamedTuple):
     """A call of a block in a pass that measures."""
 
     place: int
     maker: int | None
-    """The block whose output was the only argument; None if it was something else."""
+    """Of the source of its argument; None if there is none."""
 
 
 class Part(NamedTuple):
@@ -50,6 +71,17 @@ class Part(NamedTuple):
     unit: Unit | None
     first: bool
     last: bool
+
+
+class End(NamedTuple):
+    """The last run of a pass, if it has the scale 1."""
+
+    first: int | None
+    """Its first block, if the block before it has no border: it has none itself."""
+    next: int | None
+    """The block after that: when it is called, it is known who has used what was before."""
+    free: frozenset[int]
+    """The blocks for which there is nothing else to do."""
 
 
 class Runs:
@@ -66,31 +98,40 @@ class Runs:
         """Whether a pass is running whose blocks are called from here."""
         self.calls: list[Call] = []
         """Those of a pass that measures."""
-        self._watched: tuple[int, list[Tensor]] | None = None
+        self._watched: Source | None = None
         self._shared: set[int] = set()
         """The blocks whose outputs somebody else has used, or may use."""
         self._inner: set[int] = set()
         """The blocks whose outputs need no border."""
+        self._order: list[int] = []
+        """The blocks, as they were called in the last pass that measured."""
+        self._end = End(None, None, frozenset())
+        self._planned: Any = None
         self._parts = list(_parts(hooks, units))
-        self._callers: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        self._callers: list[tuple[Part, Callable[..., Any], Callable[..., Any]]] = []
+        """What to call instead of each module: in general, and in the last run."""
+        self._called: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        """What is called while a pass is running."""
         self._output: Tensor | None = None
         """What the last block has returned, if it has no border."""
         self._maker = 0
         self._before: list[Tensor] = []
         """The input of the last block, if it had no border of its own."""
         self._before_maker = 0
+        self._behind: list[Tensor] = []
+        """What that was made from, by one operation, if it was no output itself."""
         self._version = 0
         self._at = -1
         """The number of the next operation when the last block returned."""
 
     # What passes that measure have to say.
 
-    def note(self, place: int, maker: int | None, x: Any) -> None:
-        """Notes a call in a pass that measures, with what it was given."""
-        if self._watched is not None and is_held(self._watched[1]):
-            self._shared.add(self._watched[0])
-        self._watched = None if maker is None else (maker, [x])
-        self.calls.append(Call(place, maker))
+    def note(self, place: int, source: Source | None) -> None:
+        """Notes a call in a pass that measures, with the source of its argument."""
+        if self._watched is not None and self._watched.is_used():
+            self._shared.add(self._watched.maker)
+        self._watched = source
+        self.calls.append(Call(place, None if source is None else source.maker))
 
     def plan(self) -> None:
         """Takes over what was noted in the last pass that measured."""
@@ -106,27 +147,61 @@ class Runs:
                 if two.maker == one.place and three.maker == two.place
             }
             self._inner -= {place for place in places if places.count(place) > 1}
+            self._order = places
         self._inner -= self._shared
+        now = self._inner, self._hooks.exponents, self._order
+        if self._planned != now:
+            self._planned = set(self._inner), list(self._hooks.exponents), self._order
+            self.end()  # if an interrupt has left them
+            self._end, self._called = self._find_end(), []
+
+    def _find_end(self) -> End:
+        """The last blocks that have the scale 1.
+
+        A gradient that comes to them from anywhere has their scale already.
+        """
+        order, exponents = self._order, self._hooks.exponents
+        if not any(exponents):
+            return End(None, None, frozenset(range(len(exponents))))
+        first = len(order)
+        while first and not exponents[order[first - 1]]:
+            first -= 1
+        if not 0 < first < len(order):
+            return End(None, None, frozenset())
+        if order[first - 1] not in self._inner:
+            return End(None, order[first], frozenset(order[first:]) - frozenset(order[:first]))
+        free = frozenset(order[first + 1 :]) - frozenset(order[: first + 1])
+        return End(order[first], order[first + 1], free)
 
     def forget(self) -> None:
         """Forgets the tensors of a pass."""
-        self._watched, self._output, self._before = None, None, []
+        self._watched, self._output, self._before, self._behind = None, None, [], []
 
     # A pass.
 
     def begin(self) -> None:
         """Begins a forward pass of the model that does not measure."""
-        if not self._inner or _number is None or torch._C._current_graph_task_id() != -1:
+        hooks = self._hooks
+        if not (self._inner or self._end.free) or torch._C._current_graph_task_id() != -1:
             return
         if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state():
             return
-        if extra() is None or _has_global_hooks():
+        if _number is None or extra() is None or _has_global_hooks():
             return
-        self._hooks.terms.holds = False  # until the pass has ended as it should
-        self.on = True
         if not self._callers:
-            self._callers = [(part.module.__dict__, self._caller(part)) for part in self._parts]
-        for module, caller in self._callers:
+            self._callers = [
+                (part, self._caller(part), self._free_caller(part)) for part in self._parts
+            ]
+        if not self._called:
+            free = self._end.free
+            self._called = [
+                (part.module.__dict__, freely if part.place in free else caller)
+                for part, caller, freely in self._callers
+            ]
+        if not hooks.idle:
+            hooks.terms.holds = False  # until the pass has ended as it should
+        self.on = True
+        for module, caller in self._called:
             if module.get("_compiled_call_impl") is None:
                 module["_compiled_call_impl"] = caller
 
@@ -135,7 +210,7 @@ class Runs:
         if not self.on:
             return
         self.on = False
-        for module, caller in self._callers:
+        for module, caller in self._called:
             if module.get("_compiled_call_impl") is caller:
                 del module["_compiled_call_impl"]
 
@@ -151,16 +226,27 @@ class Runs:
             self._share(self._maker)
         elif self._before and (_number() != self._at or self._is_used()):
             self._share(self._before_maker)
-        self._output, self._before = None, []
+        self._output, self._before, self._behind = None, [], []
 
     def _is_used(self) -> bool:
         """Whether somebody else may use the input of the last block."""
-        return is_held(self._before) or not is_untouched(self._before[0])
+        cells = (self._before, self._behind) if self._behind else (self._before,)
+        return any([is_held(cell) or not is_untouched(cell[0]) for cell in cells])  # noqa: C419
+
+    def _behind_step(self, x: Tensor) -> Tensor | None:
+        """The last output, if one operation has made `x` from it and nothing else was done."""
+        output, node = self._output, x.grad_fn
+        if output is None or node is None or _number() != self._at + 1:
+            return None
+        return output if step_from(node) == (output.grad_fn, output.output_nr) else None
 
     def _share(self, maker: int) -> None:
         """The output of a block is used by others: the scales of this pass are off."""
         self._hooks.terms.void = True
         makers = {maker, self._before_maker} if self._before else {maker}
+        if self._behind:  # the operation comes after the border that there will be
+            pairs = zip(self._order, self._order[1:], strict=False)
+            makers |= {one for one, two in pairs if two == self._before_maker}
         self._shared |= makers
         self._inner -= makers
 
@@ -178,45 +264,45 @@ class Runs:
         is_compiling, count = torch.compiler.is_dynamo_compiling, sys.getrefcount
         weakly = weakref.getweakrefcount
         is_grad_enabled, tensor = torch.is_grad_enabled, Tensor
-        number, more = _number, extra() or 0
+        number, most = _number, 2 + (extra() or 0)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if (
                 kwargs
                 or len(args) != 1
-                or type(x := args[0]) is not tensor
-                or not is_grad_enabled()
                 or len(befores) + len(afters) != own
                 or backs
                 or befores_back
+                or not is_grad_enabled()
                 or is_compiling()
+                or type(x := args[0]) is not tensor
             ):
                 return module._call_impl(*args, **kwargs)
             swaps = weights.ready.get(start, ())
             for owned, name, param, _ in swaps:
                 if owned[name] is not param:  # torch.func.functional_call has replaced it
                     return module._call_impl(*args, **kwargs)
+            directly = first and x is self._output and number() == self._at
             if first:
-                if (
-                    x is self._output
-                    and number() == self._at
-                    and not x._backward_hooks
-                    and not x.retains_grad
-                ):
+                behind = None if directly else self._behind_step(x)
+                if directly or behind is not None:
                     before = self._before
-                    if before and (
-                        count(before[0]) > 2 + more * (uses(before[0]) > 1)
+                    if self._behind and self._is_used():
+                        self._share(self._before_maker)
+                    elif before and (
+                        # A tensor that a graph has saved may count one more: see extra().
+                        ((num := count(before[0])) > 2 and (num > most or uses(before[0]) < 2))
                         or weakly(before[0])
                         or before[0]._backward_hooks
-                        or before[0].retains_grad
                     ):
                         self._share(self._before_maker)
-                    self._output, self._before = None, [x]
-                    self._before_maker = maker = self._maker
-                    self._version = x._version
+                    maker = self._maker
+                    self._output, self._before, self._before_maker = None, [x], maker
+                    self._version, self._behind = x._version, []
+                    if behind is not None:
+                        self._behind, directly = [behind], True
                     if hooks.exponents[place] != hooks.exponents[maker]:
-                        route = (hooks.mark, place, maker)
-                        x = change(x, hooks.factor(place, maker), route, hooks.live)
+                        self._change(x if behind is None else behind, place, maker)
                 else:
                     self.settle()
                     x = hooks.arrive(place, x)
@@ -232,22 +318,52 @@ class Runs:
             before = self._before
             if before and before[0]._version != self._version:
                 hooks.refuse_write(place)
-            if place in self._inner and type(y) is tensor:
-                if hooks.made or hooks.given:
-                    hooks.drop()
-                self._output, self._maker = y, place
-            else:
+            if not directly:
+                hooks.drop()
+            if place == self._end.first:
                 self._output = None
-                y = hooks.depart(place, y)
+                self._at = number()
+                return y
+            if place in self._inner and type(y) is tensor:
+                self._output, self._maker = y, place
+                self._at = number()
+                return y
+            self._output = None
+            y = hooks.depart(place, y)
             self._at = number()
             return y
+
+        return call
+
+    def _change(self, x: Tensor, place: int, maker: int) -> None:
+        """Has the gradient of `x` go from the scale of a block to that of the block before it."""
+        node = x.grad_fn
+        if node is None:  # a leaf, which a gradient comes to without a scale
+            self._share(maker)
+        else:
+            hooks = self._hooks
+            node.register_prehook(Change(x.output_nr, hooks.factor(place, maker), hooks.live))
+
+    def _free_caller(self, part: Part) -> Callable[..., Any]:
+        """What is called instead of a module of the last run."""
+        module, own = part.module, self._hooks.num_hooks[part.module]
+        befores, afters = module._forward_pre_hooks, module._forward_hooks
+        backs, befores_back = module._backward_hooks, module._backward_pre_hooks
+        is_compiling = torch.compiler.is_dynamo_compiling
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(befores) + len(afters) != own or backs or befores_back or is_compiling():
+                return module._call_impl(*args, **kwargs)
+            if self._before and part.place == self._end.next:
+                self.settle()
+            return module.forward(*args, **kwargs)
 
         return call
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: no functions, which belong to the modules of the original."""
         self.forget()
-        return {**self.__dict__, "_callers": []}
+        return {**self.__dict__, "_callers": [], "_called": []}
 
 
 def _parts(hooks: BlockHooks, units: Sequence[Unit]) -> Iterator[Part]:

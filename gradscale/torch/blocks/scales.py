@@ -24,6 +24,7 @@ from gradscale.torch.blocks import paths, report
 from gradscale.torch.blocks.chains import find
 from gradscale.torch.blocks.hooks import BlockHooks
 from gradscale.torch.blocks.rule import MAX_EXPONENT, NUM_ROWS, BlockPolicy, BlockState
+from gradscale.torch.tenants import Tenancy, has_tenant
 
 _EARLY = 16
 """The first updates: they all measure, and move the scales at once."""
@@ -66,11 +67,17 @@ class BlockScales:
         blocks: Iterable[nn.Module | Sequence[nn.Module]] | None = None,
         *,
         rule: BlockPolicy | None = None,
-        every: int = 64,
+        every: int = 128,
         group: Any = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
+        if has_tenant(model, "Inspector"):
+            raise SettingError(
+                "BlockScales does not go with Inspector, which would take the scales of blocks out "
+                "of gradients. Call inspector.close() first; print(blocks.report()) shows the "
+                "gradients of every block."
+            )
         self._rule = BlockPolicy() if rule is None else rule
         self._group = group
         self._checked_in: int | None = None
@@ -83,6 +90,7 @@ class BlockScales:
         """Exponents on their way to the host, and the event that says that they are there."""
         self._amax = torch.zeros(NUM_ROWS, len(hooks.blocks), device=hooks.device)
         self._weight_amax = torch.zeros_like(hooks.meters.weights)
+        self._tenancy = Tenancy(model, "BlockScales")
 
     def _check_once(self, output: Any) -> None:
         """Checks one forward pass with gradients of every update that measures, but early ones."""
@@ -94,6 +102,7 @@ class BlockScales:
     def remove(self) -> None:
         """Removes the hooks, and restores `grad_dtype`: the model is as it was before."""
         self._hooks.remove()
+        self._tenancy.end()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -103,6 +112,8 @@ class BlockScales:
         ones do not: what they find moves the scales in the update that comes next.
         """
         hooks = self._hooks
+        if hooks.additions.pending:  # a compiled pass has not asked
+            hooks.additions.check()
         hooks.forget()
         if hooks.captured:
             self._awaited = None  # the device has them

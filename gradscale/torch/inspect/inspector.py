@@ -25,6 +25,7 @@ from gradscale.torch.inspect.pending import Pending
 from gradscale.torch.inspect.probe import Probe, Subject
 from gradscale.torch.inspect.replay import replay
 from gradscale.torch.inspect.weights import Numbers, Weights
+from gradscale.torch.tenants import Tenancy, has_tenant
 
 KEPT = 1000
 """Samples that are kept."""
@@ -61,7 +62,15 @@ class Inspector:
             raise SettingError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
+        if has_tenant(model, "BlockScales"):
+            raise SettingError(
+                "Inspector does not go with BlockScales: gradients between blocks have the scales "
+                "of blocks, and its hooks would take them out. print(blocks.report()) shows the "
+                "gradients of every block; or call blocks.remove() first."
+            )
         self._subject = Subject(model)
+        self._tenancy = Tenancy(model, "Inspector")
+        weakref.finalize(self, self._tenancy.end)
         self._eager = Eager(model)
         self.every = every
         self._link = None if scaler is None else ScalerLink(scaler, self._end_iteration)
@@ -131,6 +140,7 @@ class Inspector:
     def _stop(self) -> None:
         """Removes every hook, and stops following the scaler."""
         self._closed = True
+        self._tenancy.end()
         window, self._window = self._window, None
         if window is not None:
             window.close()

@@ -35,6 +35,17 @@ def trained(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, Any]]:
             yield from ((optimizer, param) for param in group["params"] if param.requires_grad)
 
 
+def has_gradients(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether any parameter that is trained has a gradient."""
+    # Plain loops, not generators: `run()` asks while the device waits for the next forward pass.
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.requires_grad:
+                    return True
+    return False
+
+
 def refuse_strangers(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Raises a SettingError if an optimizer has no parameter of the models."""
     known = {id(param) for model in models for param in model.parameters()}

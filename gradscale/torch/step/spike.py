@@ -5,6 +5,7 @@ Its tries are made at scales of their own. The policy sees all of its overflows,
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,16 +36,21 @@ class Spike:
 
     def __init__(self, state: ScaleState, drop: int) -> None:
         self._state, self._drop = state, drop
-        self._before = _copy(state)
+        self._cloned = _clone(state)
         self._seen: Kept | None = None
         """The states after the overflows so far, as if each had been at the policy's own scale."""
+
+    @cached_property
+    def _before(self) -> Kept:
+        """The states before the first try; most batches need none."""
+        return _kept(self._state, *self._cloned)
 
     def lower(self, tries: int) -> None:
         """Lowers the scales after so many `tries`, all of which have overflowed."""
         if self._seen is not None:
             self.give_up()
             self._state.overflow()
-        self._seen = _copy(self._state)
+        self._seen = _kept(self._state, *_clone(self._state))
         factor, floor = 2.0 ** -self._total(tries), self._state.floor
         for loss_id, before in self._before.items():
             now = self._seen[loss_id]
@@ -81,17 +87,23 @@ class Spike:
         return min(drop * 2 ** (tries - 1), MOST)
 
 
-def _copy(state: ScaleState) -> Kept:
-    """The states of all losses, without the counters."""
+def _clone(state: ScaleState) -> tuple[Any, Kept]:
+    """The state of loss 0, packed where it is on a device, and those of the other losses."""
     if state.on_host:
-        return {0: state.live, **state.losses}
-    packed: Any = state.packed
+        return state.live, dict(state.losses)
     own = {key: type(one)(*map(torch.clone, one)) for key, one in state.losses.items()}
-    return {0: views(packed.clone(), type(state.live)), **own}
+    packed: Any = state.packed
+    return packed.clone(), own
+
+
+def _kept(state: ScaleState, first: Any, own: Kept) -> Kept:
+    """The states of all losses, without the counters, from what `_clone` gave."""
+    is_packed = isinstance(first, torch.Tensor)
+    return {0: views(first, type(state.live)) if is_packed else first, **own}
 
 
 def _restore(state: ScaleState, kept: Kept) -> None:
-    """Goes on with what `_copy` gave."""
+    """Goes on with what `_kept` gave."""
     for loss_id, old in kept.items():
         _write(state, loss_id, old)
 

@@ -254,7 +254,7 @@ def test_training_with_the_scaler_is_the_same_with_and_without() -> None:
     for scaled in (False, True):
         model = build(residuals)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        scaler = GradScaler("cpu", policy=gs.Dynamic(init_scale=0.25, growth_interval=3))
+        scaler = GradScaler("cpu", policy=gs.Dynamic(init_scale=2.0**-10, growth_interval=3))
         blocks = BlockScales(model) if scaled else None
         losses.append([])
         for step in range(12):

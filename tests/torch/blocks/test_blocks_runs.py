@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torch_has
 from block_models import plant
-from gradscale.torch.blocks import BlockScales
+from gradscale.torch.blocks import BlockScales, runs
 from gradscale.torch.blocks.hooks import BlockHooks
 
 torch_has.input_metadata()
@@ -36,12 +36,19 @@ class Line(nn.Module):
         return x + torch.tanh(self.line(x))
 
 
+class Times(Line):
+    """Nobody else has the gradients of its weights, so they are written over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.line.weight.mean(0)) + self.line.bias
+
+
 class Acts(nn.Module):
     """Blocks one after the other, and what happens after some of them, which can be changed."""
 
-    def __init__(self, acts: dict[int, str]) -> None:
+    def __init__(self, acts: dict[int, str], kind: type[Line] = Line) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Line() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(kind() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.acts = acts
         self.kept: list[Tensor] = []
@@ -51,7 +58,18 @@ class Acts(nn.Module):
         for place, block in enumerate(self.blocks):
             before, x = x, block(x)
             act = self.acts.get(place, "")
-            if act == "mean":
+            if act == "step":
+                x = x.mean(1, keepdim=True)
+            elif act == "step kept":
+                self.kept.append(x)
+                x = x * 2
+            elif act == "step aside":
+                aside, x = x, x.sin()
+                self.kept.append(aside.detach() * x)
+                del aside
+            elif act == "steps":
+                x = x.cos() * 2
+            elif act == "mean":
                 x = x.mean(1, keepdim=True) + x
             elif act == "skip":
                 x = x + before * 0.5
@@ -83,7 +101,7 @@ class Acts(nn.Module):
 
 ACTS = [
     *("mean", "skip", "keep", "keep before", "aside", "write", "weight", "again", "other"),
-    *("hook", "frozen", "stop"),
+    *("hook", "frozen", "stop", "step", "step kept", "step aside", "steps"),
 ]
 
 
@@ -111,10 +129,12 @@ def near(ours: list[Tensor], exact: list[Tensor]) -> bool:
     return all((a - b).abs().max() <= bound * b.abs().max().clamp(min=1e-3) for a, b in pairs)
 
 
-def settled(acts: dict[int, str], exponents: list[int] = EXPONENTS) -> tuple[Acts, BlockScales]:
+def settled(
+    acts: dict[int, str], exponents: list[int] = EXPONENTS, kind: type[Line] = Line
+) -> tuple[Acts, BlockScales]:
     """A model after passes that measured, with scales."""
     torch.manual_seed(0)
-    model = Acts(acts)
+    model = Acts(acts, kind)
     blocks = BlockScales(model)
     gradients(model)
     blocks._num_updates = NUM_EARLY
@@ -126,7 +146,7 @@ def settled(acts: dict[int, str], exponents: list[int] = EXPONENTS) -> tuple[Act
 
 def exact_of(model: Acts, passes: int = 1) -> list[Tensor]:
     """The gradients in float64, without scales."""
-    reference = Acts(model.acts).double()
+    reference = Acts(model.acts, type(model.blocks[0])).double()
     reference.load_state_dict(model.state_dict())
     return gradients(reference, passes)
 
@@ -145,14 +165,18 @@ def test_blocks_of_a_run_have_no_hooks_and_no_borders(monkeypatch: pytest.Monkey
     assert inner(blocks) == set(range(NUM_BLOCKS - 2))
     for name in ("_enter", "_leave"):
         monkeypatch.setattr(BlockHooks, name, lambda *_: pytest.fail("a hook was called"))
+    changes: list[float] = []
+    made = runs.Change
+    monkeypatch.setattr(
+        runs, "Change", lambda nr, factor, live: changes.append(factor) or made(nr, factor, live)
+    )
     out = model(torch.randn(2, 3, WIDTH))
-    found, waiting = [], [out.grad_fn]
+    waiting = [out.grad_fn]
     while waiting:
         node = waiting.pop()
-        found += [node.route[1:]] if hasattr(node, "route") else []
+        assert not hasattr(node, "route")
         waiting += [near for near, _ in node.next_functions if near is not None]
-    # Where the scale changes, and where the gradient comes in.
-    assert set(found) == {(3, 2), (5, 4), (-1, 6)}
+    assert changes == [2.0**6, 2.0**6]  # from 6 to 12, and from 0 to 6
     assert callers(model) == 0
 
 
@@ -174,7 +198,16 @@ def test_gradients_are_right_whatever_the_next_pass_is(
     assert not blocks._hooks.measures
 
 
-@pytest.mark.parametrize("act", ["skip", "keep", "keep before", "aside", "write"])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("kind", [Line, Times])
+def test_gradients_of_a_pass_with_another_graph_are_right(act: str, kind: type[Line]) -> None:
+    for place in (1, 4):
+        model, _ = settled({}, kind=kind)
+        model.acts = {place: act}
+        assert near(gradients(model), exact_of(model))
+
+
+@pytest.mark.parametrize("act", ["skip", "keep", "keep before", "aside", "write", "step kept"])
 def test_comparison_sees_a_use_that_is_not_noticed(act: str) -> None:
     model, blocks = settled({})
     model.acts = {1: act}
@@ -190,7 +223,7 @@ def test_comparison_sees_scales_that_hold_before_a_pass_has_ended() -> None:
     assert not near(gradients(model), exact_of(model))
 
 
-@pytest.mark.parametrize("act", [a for a in ACTS if a not in ("stop", "frozen", "weight")])
+@pytest.mark.parametrize("act", [a for a in ACTS if a not in ("stop", "frozen", "weight", "step")])
 def test_pass_with_another_graph_is_unscaled_once(act: str) -> None:
     model, blocks = settled({})
     model.acts = {2: act}
@@ -201,6 +234,40 @@ def test_pass_with_another_graph_is_unscaled_once(act: str) -> None:
         blocks.update()
     assert holds == [False, True, True]
     assert 0 in inner(blocks)  # others are called as before
+
+
+@pytest.mark.parametrize(
+    ("num_last", "want"),
+    [(7, []), (3, []), (2, []), (1, [5]), (0, [5, 6])],
+)
+def test_last_run_has_no_borders_if_its_scale_is_one(
+    num_last: int, want: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, blocks = settled({}, [*[6] * (NUM_BLOCKS - num_last), *[0] * num_last])
+    departed: list[int] = []
+    depart = BlockHooks.depart
+    monkeypatch.setattr(
+        BlockHooks, "depart", lambda self, *args: departed.append(args[0]) or depart(self, *args)
+    )
+    for _ in range(3):
+        assert near(gradients(model), exact_of(model))
+        assert blocks._hooks.terms.holds
+        blocks.update()
+    assert departed == want * 3
+
+
+@pytest.mark.parametrize("first", [{}, {2: "step"}])
+def test_one_operation_between_blocks_belongs_to_their_run(
+    first: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, blocks = settled(first)
+    assert inner(blocks) == set(range(NUM_BLOCKS - 2))
+    monkeypatch.setattr(BlockHooks, "depart", lambda *_: pytest.fail("there is a border"))
+    model.acts = {2: "step"}
+    for _ in range(2):
+        assert near(gradients(model), exact_of(model))
+        assert blocks._hooks.terms.holds
+        blocks.update()
 
 
 def test_every_way_that_gradients_come_in() -> None:

@@ -145,7 +145,8 @@ def moved_headroom(state_at, settings_at, scale, finite, fits, amax, counts):
     good = tl.where(moves | blind, wanted, log2_scale)
 
     gap = room - ground - log2_scale
-    wider = tl.minimum(tl.maximum(tl.maximum(gap, 0), s_spread + s_spread) + 2, _WIDEST)
+    more = s_spread * tl.where(s_patience < forget, 4, 2)
+    wider = tl.minimum(tl.maximum(tl.maximum(gap, 0), more) + 2, _WIDEST)
     drop = tl.where(hurt, tl.where(s_bad > 1, 16, 8), 2)
     known = tl.minimum(room - tl.maximum(ground + wider, above), log2_scale - drop)
     unknown = tl.minimum(log2_scale - 16, 0)

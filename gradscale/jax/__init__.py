@@ -1,0 +1,52 @@
+"""The JAX engine: pure functions over pytrees, and a wrapper for optax optimizers.
+
+    optimizer = scaled(optax.adamw(3e-4), gradscale.Headroom(), clip_norm=1.0)
+
+The scale is an array in a state that the caller carries, so a step is compiled once however the
+scale moves. Nothing here keeps a state of its own or reads a value back to the host.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError('gradscale.jax needs JAX: pip install "gradscale[jax]".') from error
+
+from gradscale.jax.checkpoint import load_policy, load_state_dict, state_dict
+from gradscale.jax.gradients import (
+    applies,
+    grad,
+    init,
+    scaled_value_and_grad,
+    select,
+    update,
+    value_and_grad,
+)
+from gradscale.jax.measurement import measure, unscale
+from gradscale.jax.monitor import Monitor
+from gradscale.jax.optimizer import ScaledState, outcome_of, scale_of, scaled
+from gradscale.jax.outcome import Outcome
+from gradscale.jax.precision import Precision
+from gradscale.monitor import Event
+
+__all__ = [
+    "Event",
+    "Monitor",
+    "Outcome",
+    "Precision",
+    "ScaledState",
+    "applies",
+    "grad",
+    "init",
+    "load_policy",
+    "load_state_dict",
+    "measure",
+    "outcome_of",
+    "scale_of",
+    "scaled",
+    "scaled_value_and_grad",
+    "select",
+    "state_dict",
+    "unscale",
+    "update",
+    "value_and_grad",
+]

@@ -1,0 +1,195 @@
+"""Gradients of a scaled loss as pure functions: `value_and_grad`, `grad`, `update`, `select`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gradscale.jax.measurement import Axes, all_of, is_float, measure, unscale, widened
+from gradscale.policy import GradStats, Policy, State, as_policy
+
+T = TypeVar("T")
+
+
+def init(policy: Policy | str) -> State:
+    """The first state of `policy`, as arrays."""
+    return as_policy(policy).init(jnp)
+
+
+def update(policy: Policy | str, state: State, stats: GradStats) -> State:
+    """The state of `policy` after a step with these `stats`: moves the scale."""
+    return as_policy(policy).update(state, stats, jnp)  # type: ignore[arg-type]
+
+
+def applies(stats: GradStats) -> Array:
+    """bool: whether a step with these `stats` is to be applied rather than skipped."""
+    return jnp.asarray(stats.finite) & stats.fits & stats.loss_finite
+
+
+def select(condition: Any, new: T, old: T) -> T:
+    """The leaves of `new` where `condition` (bool) is true, else those of `old`.
+
+    Leaves keep the types of `old`, so that a compiled step is traced once. Those that are no arrays
+    or numbers, such as the functions of a module, are the ones of `old`.
+    """
+
+    def one(after: Any, before: Any) -> Any:
+        if not hasattr(before, "dtype") and not isinstance(before, bool | int | float | complex):
+            return before
+        before, after = jnp.asarray(before), jnp.asarray(after)
+        after = after if after.dtype == before.dtype else after.astype(before.dtype)
+        return jnp.where(condition, after, before)
+
+    return jax.tree.map(one, new, old)
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad(fun)` with gradients that are multiplied by a scale.
+
+        loss, grads = scaled_value_and_grad(loss_fn)(scale_of(opt_state), params, batch)
+
+    The function that is returned takes the scale first. It returns the value itself, which is never
+    scaled and so does not overflow through the scale, and the scaled gradients.
+
+    Args:
+        fun: Returns a loss, and anything else besides if `has_aux`. If the loss is float16, the
+            backward pass begins in float16, where scales from 2**16 on are infinite: return it in
+            float32.
+        argnums: What to differentiate with respect to.
+        options: Further arguments of `jax.value_and_grad`, such as `allow_int`.
+    """
+
+    def value_and_scaled_grad(scale: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        scale = lax.stop_gradient(jnp.asarray(scale, dtype=jnp.float32))
+
+        def scaled_fun(*args: Any) -> tuple[Array, Any]:
+            returned = fun(*args, **kwargs)
+            value = jnp.asarray(returned[0] if has_aux else returned)
+            if not jnp.issubdtype(value.dtype, jnp.floating) or value.shape != ():
+                raise TypeError(
+                    f"{getattr(fun, '__name__', 'fun')} must return a loss, a floating-point "
+                    f"number, got {value.dtype} of shape {value.shape}. With has_aux=True it "
+                    "returns the loss and anything else besides."
+                )
+            wide = widened(value)
+            result = (value, returned[1]) if has_aux else value
+            return wide * scale.astype(wide.dtype), result
+
+        differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **options)
+        (_, result), grads = differentiate(*args)
+        return result, grads
+
+    return value_and_scaled_grad
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    policy: Policy | str,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    axis_name: Axes = None,
+    sharded_over: Axes = None,
+    keep_dtype: bool = False,
+    **options: Any,
+) -> Callable[..., tuple[tuple[Any, Any], GradStats]]:
+    """`jax.value_and_grad(fun)` through a scaled loss, and what the scaled gradients were like.
+
+        step = value_and_grad(loss_fn, policy)
+        (loss, grads), stats = step(state, params, batch)
+        params = select(applies(stats), optimizer_step(params, grads), params)
+        state = update(policy, state, stats)
+
+    The function that is returned takes a state of the policy first. The value is never scaled, the
+    gradients are unscaled again: in float32, or float64 where the parameters are.
+
+    Args:
+        fun: Returns a loss, best in float32, and anything else besides if `has_aux`.
+        policy: The rule that moves the scale, or its name.
+        argnums: What to differentiate with respect to.
+        axis_name: Mapped axes (of `shard_map`, `pmap`, `vmap`) over which the loss is a mean:
+            gradients are averaged over them. The value is that of this shard.
+        sharded_over: Mapped axes over which each shard has parameters of its own: gradients are
+            left alone, and all shards get the same statistics.
+        keep_dtype: Keep gradients in the types of their parameters. In float16, small ones that
+            were saved by the scale are lost again.
+        options: Further arguments of `jax.value_and_grad`, such as `allow_int`.
+    """
+    policy = as_policy(policy)
+    inner = scaled_value_and_grad(fun, argnums, has_aux, **options)
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    average, share = _names(axis_name), _names(sharded_over)
+
+    def f(state: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], GradStats]:
+        if average:
+            # JAX sums the gradients of parameters that all shards have in common, where it knows
+            # that they do. That is not the mean, so each shard gets parameters of its own.
+            chosen = {place % len(args) for place in places}
+            args = tuple(
+                jax.tree.map(lambda x: _varying(x, average), arg) if i in chosen else arg
+                for i, arg in enumerate(args)
+            )
+        result, grads = inner(state.scale, *args, **kwargs)
+        if average:
+            grads = jax.tree.map(lambda g: _mean(g, average, keep_dtype), grads)
+        stats = measure(
+            grads, state.scale, policy, keep_dtype=keep_dtype, sharded_over=share or None
+        )
+        value = lax.stop_gradient(result[0] if has_aux else result)
+        loss_finite = all_of(jnp.isfinite(value), (*average, *share) or None)
+        grads = unscale(grads, state.scale, keep_dtype=keep_dtype)
+        return (result, grads), stats._replace(loss_finite=loss_finite)
+
+    return f
+
+
+def grad(
+    fun: Callable[..., Any],
+    policy: Policy | str,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., tuple[Any, GradStats]]:
+    """The gradients of `value_and_grad` and the statistics, without the value.
+
+    It returns `grads, stats`, or `(grads, aux), stats` if `has_aux`.
+    """
+    inner = value_and_grad(fun, policy, argnums, has_aux, **options)
+
+    def f(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, GradStats]:
+        (result, grads), stats = inner(state, *args, **kwargs)
+        return ((grads, result[1]) if has_aux else grads), stats
+
+    return f
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    """The names of mapped axes as a tuple."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _mean(leaf: Any, axes: tuple[str, ...], keep_dtype: bool) -> Any:
+    """The mean of a scaled gradient over shards, in float32 or in its own type."""
+    if not is_float(leaf):
+        return leaf
+    mean = lax.pmean(widened(leaf), axes)
+    return mean.astype(leaf.dtype) if keep_dtype else mean
+
+
+def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
+    """`leaf` as an array of which each shard has its own, so that JAX sums no gradients of it."""
+    for axis in axes if is_float(leaf) and hasattr(lax, "pcast") else ():
+        # It varies already, or the axis is one of vmap, where nothing is summed.
+        with contextlib.suppress(ValueError):
+            leaf = lax.pcast(leaf, axis, to="varying")
+    return leaf

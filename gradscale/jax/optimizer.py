@@ -1,0 +1,193 @@
+"""A wrapper for optax optimizers: unscales, checks, clips, steps or skips, and moves the scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradscale.errors import SettingError
+from gradscale.jax.gradients import applies, init, select, update
+from gradscale.jax.measurement import Axes, all_of, format_of, is_float, measure, unscale
+from gradscale.jax.outcome import Outcome, Packed, first_packed, outcome_from, pack, unpack
+from gradscale.policy import Policy, as_policy
+from gradscale.policy.settings import as_number
+
+PATIENT_LOSSES = 32
+"""Losses in a row that are not finite before one counts as an overflow: it may be the scale's."""
+LOSS_PERIOD = 8
+"""After that, every so many of them count as one."""
+
+
+class ScaledState(NamedTuple):
+    """The state of `scaled`: a pytree of arrays, for any kind of checkpoint."""
+
+    policy_state: Any
+    """The state of the policy, with the scale."""
+    inner_state: Any
+    """The state of the optimizer."""
+    last: Packed
+    """The result of the last step, and counters."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """The result of the last step."""
+        return unpack(self.last)
+
+
+class Record(NamedTuple):
+    """What one step did, for a function on the host."""
+
+    step: Any
+    """int32: its number, from 1."""
+    scale: Any
+    """float32: the scale from now on."""
+    outcome: Outcome
+    """The result of the step."""
+    value: Any = None
+    """The loss; None where it was not given."""
+
+
+def scaled(
+    optimizer: Any,
+    policy: Policy | str,
+    clip_norm: float | None = None,
+    *,
+    sharded_over: Axes = None,
+    keep_dtype: bool = False,
+    on_step: Callable[[Record], None] | None = None,
+) -> Any:
+    """An optax optimizer that takes gradients of a scaled loss and skips those that are not finite.
+
+        optimizer = scaled(optax.adamw(3e-4), "headroom", clip_norm=1.0)
+        opt_state = optimizer.init(params)
+
+        loss, grads = scaled_value_and_grad(loss_fn)(scale_of(opt_state), params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
+
+    A skipped step leaves the state of `optimizer` as it was, with its counters and schedules, and
+    its updates are zeros that change no bit of a parameter. The scale moves after every step. What
+    must not see skipped steps belongs inside: wrap the whole chain, not a part of it. Around it,
+    `optax.MultiSteps` adds up gradients of one scale, which moves after the last of them.
+
+    Args:
+        optimizer: An optax `GradientTransformation`.
+        policy: The rule that moves the scale, or its name.
+        clip_norm: The largest norm of the unscaled gradients; longer ones are shortened to it.
+        sharded_over: Mapped axes (of `shard_map` or `pmap`) over which each shard has parameters of
+            its own. Not needed where all shards have the same gradients, nor with automatic
+            sharding.
+        keep_dtype: Hand the gradients to `optimizer` in the types that they have, rather than in
+            float32.
+        on_step: Called on the host with a `Record` of every step, such as a `Monitor`; None sends
+            nothing to the host.
+
+    Returns:
+        A `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss: if
+        that is not finite, the step is skipped and the scale stays as it is. Further arguments are
+        passed on to `optimizer`.
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError('scaled() needs optax: pip install "gradscale[jax]".') from error
+
+    policy = as_policy(policy)
+    format = format_of(policy)
+    inner: Any = optax.with_extra_args_support(optimizer)
+    longest = None if clip_norm is None else as_number("clip_norm", clip_norm)
+    if longest is not None and not 0 < longest < float("inf"):
+        raise SettingError(f"clip_norm must be finite and > 0, got {clip_norm!r}.")
+
+    def first(params: Any) -> ScaledState:
+        state = init(policy)
+        return ScaledState(
+            policy_state=state,
+            inner_state=inner.init(params),
+            last=first_packed(state.scale),
+        )
+
+    def step(
+        updates: Any, state: ScaledState, params: Any = None, **extra: Any
+    ) -> tuple[Any, ScaledState]:
+        scale, value = state.policy_state.scale, extra.get("value")
+        stats = measure(updates, scale, policy, keep_dtype=keep_dtype, sharded_over=sharded_over)
+        if value is not None:
+            stats = stats._replace(loss_finite=all_of(jnp.isfinite(value), sharded_over))
+        applied = applies(stats)
+        grads = unscale(updates, scale, keep_dtype=keep_dtype)
+        if longest is not None:
+            grads = _shortened(grads, longest, stats.norm)
+        new, inner_state = inner.update(grads, state.inner_state, params, **extra)
+        last = state.last
+        bad_losses = jnp.where(
+            stats.loss_finite, jnp.zeros_like(last.bad_losses), last.bad_losses + 1
+        )
+        over = bad_losses - PATIENT_LOSSES
+        late = (over > 0) & (over % LOSS_PERIOD == 0)  # counts as an overflow of gradients
+        told = stats._replace(loss_finite=stats.loss_finite | late, finite=stats.finite & ~late)
+        outcome = outcome_from(stats, applied, scale, last.skipped_in_a_row, format)
+        packed = pack(outcome, last.steps + 1, bad_losses)
+        moved = ScaledState(
+            policy_state=update(policy, state.policy_state, told),
+            inner_state=select(applied, inner_state, state.inner_state),
+            # Always the new one. `jit` drops arguments without a use, and then there are no donated
+            # buffers for the result.
+            last=select(last.steps >= 0, packed, last),
+        )
+        if on_step is not None:
+            record = Record(packed.steps, moved.policy_state.scale, outcome, value)
+            jax.debug.callback(on_step, record)
+        return jax.tree.map(lambda leaf: _kept_if(applied, leaf), new), moved
+
+    return optax.GradientTransformationExtraArgs(first, step)
+
+
+def scale_of(opt_state: Any) -> Any:
+    """float32: the scale in an optimizer's state, however deep it is in it."""
+    return scaled_state(opt_state).policy_state.scale
+
+
+def outcome_of(opt_state: Any) -> Outcome:
+    """The result of the last step in an optimizer's state, however deep it is in it."""
+    return scaled_state(opt_state).outcome
+
+
+def scaled_state(opt_state: Any) -> ScaledState:
+    """The one `ScaledState` in a state, or a SettingError."""
+    found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_scaled) if _is_scaled(leaf)]
+    if len(found) != 1:
+        raise SettingError(
+            f"An optimizer's state must have one scale, got {len(found)} in {type(opt_state)}. "
+            + ("Wrap the whole optimizer in scaled()." if found else "Is it wrapped in scaled()?")
+        )
+    return found[0]
+
+
+def replaced(opt_state: Any, state: ScaledState) -> Any:
+    """`opt_state` with `state` in the place of its `ScaledState`."""
+    scaled_state(opt_state)
+    put = lambda leaf: state if _is_scaled(leaf) else leaf  # noqa: E731
+    return jax.tree.map(put, opt_state, is_leaf=_is_scaled)
+
+
+def _is_scaled(node: Any) -> bool:
+    return isinstance(node, ScaledState)
+
+
+def _shortened(grads: Any, longest: float, norm: Any) -> Any:
+    """`grads` times what makes their norm at most `longest`."""
+    one = jnp.ones_like(norm)
+    # A norm of 0 divides to infinity, which is no longer than it should be either.
+    factor = jnp.minimum(jnp.full_like(norm, longest) / norm, one)
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype) if is_float(g) else g, grads)
+
+
+def _kept_if(applied: Any, update: Any) -> Any:
+    """`update`, or what leaves a parameter as it is: -0.0, since -0.0 + 0.0 is 0.0."""
+    if not is_float(update):
+        return jnp.where(applied, update, jnp.zeros_like(update))
+    return jnp.where(applied, update, jnp.full_like(update, -0.0))

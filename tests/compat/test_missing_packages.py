@@ -1,0 +1,40 @@
+"""Importing the names of a JAX library where a package is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+
+
+def imported_without(monkeypatch: pytest.MonkeyPatch, module: str, missing: str) -> Any:
+    """`module`, imported anew as if `missing` were not installed."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return importlib.import_module(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [
+        ("jmp", "jax", "jax"),
+        ("flax", "jax", "jax"),
+        ("mpx", "jax", "equinox"),
+        ("mpx", "equinox", "equinox"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_extra(
+    name: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = rf"gradscale\.compat\.{name} needs JAX.*pip install \"gradscale\[{extra}\]\""
+    with pytest.raises(ImportError, match=message) as caught:
+        imported_without(monkeypatch, f"gradscale.compat.{name}", missing)
+    assert caught.value.name == missing
+
+
+def test_flax_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    found = imported_without(monkeypatch, "gradscale.compat.flax", "flax")
+    assert float(found.DynamicScale().scale) == 65536.0
