@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from gradscale.checkpoints import format as checkpoints
 from gradscale.checkpoints.policies import policy_of, settings_of, state_of
-from gradscale.jax.optimizer import ScaledState, replaced, scaled_state
+from gradscale.jax.optimizer import replaced, scaled_state
+from gradscale.jax.state import pack
 from gradscale.policy import Dynamic, DynamicState, Policy, State, as_policy
 
 
@@ -28,9 +29,9 @@ def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
     counters, skipped = {"bad_losses": 0, "steps": 0}, 0
     if not isinstance(state, State):
         whole = scaled_state(state)
-        last, state = whole.last, whole.policy_state
-        counters = {"bad_losses": int(last.bad_losses), "steps": int(last.steps)}
-        skipped = int(last.skipped_in_a_row)
+        counts, state = whole.counts, whole.policy_state(policy)
+        counters = {"bad_losses": int(counts.bad_losses), "steps": int(counts.steps)}
+        skipped = int(counts.skipped_in_a_row)
     fields = {name: value.item() for name, value in state._asdict().items()}
     saved = checkpoints.Saved(
         type(policy).__name__,
@@ -73,14 +74,14 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
         moved = moved._replace(bad_steps=max(hysteresis - read.patience, 0))
     if isinstance(state, State):
         return _as_arrays(state, moved)
-    whole: ScaledState = scaled_state(state)
-    counts = {
-        "skipped_in_a_row": max(read.skipped_in_a_row, default=0),
-        "steps": read.counters.get("steps", 0),
-        "bad_losses": read.counters.get("bad_losses", 0),
-    }
-    whole = whole._replace(
-        policy_state=_as_arrays(whole.policy_state, moved), last=whole.last.with_counts(**counts)
+    whole = scaled_state(state)
+    outcome = whole.outcome._replace(skipped_in_a_row=max(read.skipped_in_a_row, default=0))
+    whole = pack(
+        whole.inner_state,
+        _as_arrays(whole.policy_state(policy), moved),
+        outcome,
+        read.counters.get("steps", 0),
+        read.counters.get("bad_losses", 0),
     )
     return replaced(state, whole)
 

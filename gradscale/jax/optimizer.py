@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from gradscale.errors import SettingError
 from gradscale.jax.gradients import applies, init, select, update
 from gradscale.jax.measurement import Axes, all_of, format_of, is_float, measure, unscale
-from gradscale.jax.outcome import Outcome, Packed, first_packed, outcome_from, pack, unpack
+from gradscale.jax.outcome import Outcome, outcome_from
+from gradscale.jax.state import ScaledState, first_state, pack
 from gradscale.policy import Policy, as_policy
 from gradscale.policy.settings import as_number
 
@@ -19,22 +20,6 @@ PATIENT_LOSSES = 32
 """Losses in a row that are not finite before one counts as an overflow: it may be the scale's."""
 LOSS_PERIOD = 8
 """After that, every so many of them count as one."""
-
-
-class ScaledState(NamedTuple):
-    """The state of `scaled`: a pytree of arrays, for any kind of checkpoint."""
-
-    policy_state: Any
-    """The state of the policy, with the scale."""
-    inner_state: Any
-    """The state of the optimizer."""
-    last: Packed
-    """The result of the last step, and counters."""
-
-    @property
-    def outcome(self) -> Outcome:
-        """The result of the last step."""
-        return unpack(self.last)
 
 
 class Record(NamedTuple):
@@ -103,17 +88,12 @@ def scaled(
         raise SettingError(f"clip_norm must be finite and > 0, got {clip_norm!r}.")
 
     def first(params: Any) -> ScaledState:
-        state = init(policy)
-        return ScaledState(
-            policy_state=state,
-            inner_state=inner.init(params),
-            last=first_packed(state.scale),
-        )
+        return first_state(inner.init(params), init(policy))
 
     def step(
         updates: Any, state: ScaledState, params: Any = None, **extra: Any
     ) -> tuple[Any, ScaledState]:
-        scale, value = state.policy_state.scale, extra.get("value")
+        scale, counts, value = state.scale, state.counts, extra.get("value")
         stats = measure(updates, scale, policy, keep_dtype=keep_dtype, sharded_over=sharded_over)
         if value is not None:
             stats = stats._replace(loss_finite=all_of(jnp.isfinite(value), sharded_over))
@@ -122,24 +102,22 @@ def scaled(
         if longest is not None:
             grads = _shortened(grads, longest, stats.norm)
         new, inner_state = inner.update(grads, state.inner_state, params, **extra)
-        last = state.last
         bad_losses = jnp.where(
-            stats.loss_finite, jnp.zeros_like(last.bad_losses), last.bad_losses + 1
+            stats.loss_finite, jnp.zeros_like(counts.bad_losses), counts.bad_losses + 1
         )
         over = bad_losses - PATIENT_LOSSES
         late = (over > 0) & (over % LOSS_PERIOD == 0)  # counts as an overflow of gradients
         told = stats._replace(loss_finite=stats.loss_finite | late, finite=stats.finite & ~late)
-        outcome = outcome_from(stats, applied, scale, last.skipped_in_a_row, format)
-        packed = pack(outcome, last.steps + 1, bad_losses)
-        moved = ScaledState(
-            policy_state=update(policy, state.policy_state, told),
-            inner_state=select(applied, inner_state, state.inner_state),
-            # Always the new one. `jit` drops arguments without a use, and then there are no donated
-            # buffers for the result.
-            last=select(last.steps >= 0, packed, last),
+        outcome = outcome_from(stats, applied, scale, counts.skipped_in_a_row, format)
+        moved = pack(
+            select(applied, inner_state, state.inner_state),
+            update(policy, state.policy_state(policy), told),
+            outcome,
+            counts.steps + 1,
+            bad_losses,
         )
         if on_step is not None:
-            record = Record(packed.steps, moved.policy_state.scale, outcome, value)
+            record = Record(counts.steps + 1, moved.scale, outcome, value)
             jax.debug.callback(on_step, record)
         return jax.tree.map(lambda leaf: _kept_if(applied, leaf), new), moved
 
@@ -148,7 +126,7 @@ def scaled(
 
 def scale_of(opt_state: Any) -> Any:
     """float32: the scale in an optimizer's state, however deep it is in it."""
-    return scaled_state(opt_state).policy_state.scale
+    return scaled_state(opt_state).scale
 
 
 def outcome_of(opt_state: Any) -> Outcome:

@@ -76,7 +76,7 @@ def test_applied_steps_are_those_of_the_optimizer_and_skipped_ones_leave_no_trac
             assert float(scale_of(state)) == scale / 2
         assert same(state.inner_state, other)
         assert bool(outcome_of(state).applied) is (bad is None)
-    assert int(state.last.steps) == 6
+    assert int(state.counts.steps) == 6
 
 
 def test_skipped_step_changes_no_sign_of_a_zero() -> None:
@@ -201,7 +201,7 @@ def test_loss_that_is_not_finite_skips_and_moves_nothing_until_patience_ends(
     # The 40th and the 48th count as overflows: perhaps the scale has made the loss infinite.
     assert scales == [2.0**8] * 39 + [2.0**7] * 8 + [2.0**6]
     _, state = step(p, state, grads(2.0**6), jnp.float32(1))
-    assert int(state.last.bad_losses) == 0
+    assert int(state.counts.bad_losses) == 0
 
 
 def test_gradients_reach_the_optimizer_in_float32_unless_they_are_kept() -> None:
@@ -270,7 +270,7 @@ def test_scale_moves_as_in_plain_python(name: str) -> None:
     def step(state: ScaledState, given: Any) -> Any:
         g, value = given
         _, state = optimizer.update(g, state, value=value)
-        return state, state.policy_state
+        return state, state.policy_state(policy)
 
     _, stacked = jax.lax.scan(step, first, jax.tree.map(lambda *x: jnp.stack(x), *inputs))
     states = [type(stacked)(*each) for each in zip(*map(np.asarray, stacked), strict=True)]

@@ -110,7 +110,7 @@ def losses(model: Model, dtype: str, *scales: float) -> Any:
         noise = lambda w: w + 0.05 * jax.random.normal(key, w.shape)  # noqa: E731
         p = jax.tree.map(noise, params)
         state = optimizer.init(p)
-        state = state._replace(policy_state=state.policy_state._replace(scale=scale))
+        state = state._replace(floats=state.floats.at[0].set(scale))
         return jax.lax.scan(step, (p, state), None, STEPS)[1]
 
     train = jax.jit(jax.vmap(one, in_axes=(0, None)))
