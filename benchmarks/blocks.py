@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="small sizes, for the CPU")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of trainings")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=12, help="of what is timed")
     options = parser.parse_args()
     if options.device == "cpu":
@@ -246,7 +246,8 @@ def main() -> None:
         cost("plain", pooled._replace(positions=1, batch=256), options.device, options.rounds)
     if options.seeds:
         batch = 64 if options.quick else 128
-        learn(pooled._replace(batch=batch), options.device, options.seeds, options.steps)
+        narrow = pooled._replace(batch=batch, width=32)
+        learn(narrow, options.device, options.seeds, options.steps)
 
 
 if __name__ == "__main__":

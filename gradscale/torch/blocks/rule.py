@@ -196,7 +196,7 @@ def _in_runs(least: Tensor, most: Tensor, bias: int) -> Tensor:
     middle = (low + high).div(2, rounding_mode="floor") + bias
     own = torch.minimum(torch.maximum(middle, low), high)
     begins = torch.zeros(num + 2, dtype=torch.int64, device=low.device)
-    begins[0] = 1
+    begins[:1] = 1  # begins[0] would copy a number from the host, and wait
     end = torch.cat([end, end.new_full((1,), num + 1)])
     for _ in range(num.bit_length() + 1):
         begins = begins.scatter_reduce(0, end, begins, "amax")
