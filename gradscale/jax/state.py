@@ -1,0 +1,127 @@
+"""The state of `scaled`: that of the optimizer, and everything else in two arrays.
+
+A compiled step takes about 5 us for each array that it is given and returns (H200, jaxlib 0.11):
+with the thirteen scalars of `Headroom` and of an outcome apart, a step of 0.64 ms took 0.71 ms.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradscale.jax.outcome import Outcome
+from gradscale.policy import Policy, State
+
+_FLAGS = 4
+"""Booleans at the beginning of an outcome."""
+
+
+class Counts(NamedTuple):
+    """What is counted from step to step (int32)."""
+
+    skipped_in_a_row: Any
+    """Steps in a row that were skipped."""
+    steps: Any
+    """All steps, applied or skipped."""
+    bad_losses: Any
+    """Losses in a row that were not finite."""
+
+
+class ScaledState(NamedTuple):
+    """The state of `scaled`: a pytree of arrays, for any kind of checkpoint."""
+
+    inner_state: Any
+    """The state of the optimizer."""
+    floats: Any
+    """float32: the scale; of the last step scale, grad_norm, amax and headroom; then what the
+    policy has besides the scale, if that is float32."""
+    ints: Any
+    """int32: of the last step applied, finite, fits and loss_finite; `Counts`; then what the policy
+    has, if that is int32."""
+
+    @property
+    def scale(self) -> Any:
+        """float32: the scale of the next step."""
+        return _at(self.floats, 0)
+
+    @property
+    def counts(self) -> Counts:
+        """What is counted."""
+        return Counts(*(_at(self.ints, place) for place in _COUNTS))
+
+    @property
+    def outcome(self) -> Outcome:
+        """The result of the last step."""
+        return _outcome(self.floats, self.ints)
+
+    def policy_state(self, policy: Policy) -> Any:
+        """The state of `policy`, whose optimizer this is the state of."""
+        floats, ints = _FLOATS.stop, _COUNTS.stop
+        fields = [self.scale]
+        for value in policy.init()[1:]:
+            if isinstance(value, float):
+                fields.append(_at(self.floats, floats))
+                floats += 1
+            else:
+                fields.append(_at(self.ints, ints))
+                ints += 1
+        return type(policy.init())(*fields)
+
+
+_FLOATS = range(1, 1 + len(Outcome._fields) - _FLAGS - 1)
+"""Where the numbers of the outcome are."""
+_COUNTS = range(_FLAGS, _FLAGS + len(Counts._fields))
+"""Where the counts are; `skipped_in_a_row`, the first, belongs to the outcome as well."""
+
+
+def pack(
+    inner_state: Any, policy_state: State, outcome: Outcome, steps: Any, bad_losses: Any
+) -> ScaledState:
+    """A state of two arrays besides `inner_state`."""
+    *flags, scale, grad_norm, amax, headroom, skipped = outcome
+    fields = [jnp.asarray(field) for field in policy_state]
+    floats = [fields[0], scale, grad_norm, amax, headroom]
+    ints = [*flags, skipped, steps, bad_losses]
+    for field in fields[1:]:
+        (floats if jnp.issubdtype(field.dtype, jnp.floating) else ints).append(field)
+    return ScaledState(
+        inner_state,
+        jnp.stack([jnp.asarray(value, dtype=jnp.float32) for value in floats], axis=-1),
+        jnp.stack([jnp.asarray(value, dtype=jnp.int32) for value in ints], axis=-1),
+    )
+
+
+def first_state(inner_state: Any, policy_state: State) -> ScaledState:
+    """The state before the first step: nothing was applied, and nothing was skipped."""
+    nothing = Outcome(
+        applied=False,
+        finite=True,
+        fits=True,
+        loss_finite=True,
+        scale=policy_state.scale,
+        grad_norm=jnp.nan,
+        amax=0.0,
+        headroom=jnp.inf,
+        skipped_in_a_row=0,
+    )
+    return pack(inner_state, policy_state, nothing, steps=0, bad_losses=0)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _at(numbers: Any, place: int) -> Any:
+    """One of `numbers`, which `vmap` gives more axes, before the last.
+
+    Compiled, because an index outside of a compiled step would be sent to the device.
+    """
+    return numbers[..., place]
+
+
+@jax.jit
+def _outcome(floats: Any, ints: Any) -> Outcome:
+    """The outcome. Compiled, so that outside of a compiled step it is one call, not nine."""
+    flags = [ints[..., place] != 0 for place in range(_FLAGS)]
+    numbers = [floats[..., place] for place in _FLOATS]
+    return Outcome._make([*flags, *numbers, ints[..., _COUNTS.start]])
