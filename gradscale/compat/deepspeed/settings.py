@@ -74,10 +74,13 @@ def policy_from_config(config: Mapping[str, Any]) -> Dynamic | Static | Off:
         raise SettingError(
             f"fp16.initial_scale_power must be a whole number from -126 to 127, got {power:g}."
         )
+    floor = as_scale("fp16.min_loss_scale", found["min_loss_scale"], exact=False)
+    if not floor.is_integer():
+        raise SettingError(f"fp16.min_loss_scale must be a whole number, got {floor}.")
     return dynamic_policy(
         init_scale=2.0**power,
         scale_window=whole("fp16.loss_scale_window", found["loss_scale_window"]),
-        min_scale=float(whole("fp16.min_loss_scale", found["min_loss_scale"])),
+        min_scale=floor,
         delayed_shift=whole("fp16.hysteresis", found["hysteresis"]),
         consecutive_hysteresis=as_flag(
             "fp16.consecutive_hysteresis", found["consecutive_hysteresis"]
