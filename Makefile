@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
-.PHONY: demo test soak lint bench mutants compat clean
+.PHONY: demo test test-deepspeed soak lint bench mutants compat clean
 
 demo: $(STAMP)
 	$(BIN)/gradscale demo
@@ -27,6 +27,19 @@ test: lint
 # thousands of steps of several ranks. `make test` runs a tenth of them.
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m soak
+
+# An environment of its own: Accelerate and Transformers change what they import where DeepSpeed is
+# installed. It is built from source, in seconds, without operators of its own (DS_BUILD_OPS=0).
+test-deepspeed: .venv-deepspeed/.installed
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu .venv-deepspeed/bin/pytest \
+		--hypothesis-profile=fixed tests/compat/deepspeed tests/compat/megatron
+
+.venv-deepspeed/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/pip install -qq $(PINNED_TORCH)
+	DS_BUILD_OPS=0 .venv-deepspeed/bin/pip install -qq -c constraints-dev.txt -e ".[torch]" \
+		deepspeed hypothesis numpy pytest
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,5 +81,5 @@ $(COMPAT)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-compat-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-compat-* .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find gradscale tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -82,6 +82,9 @@ def read(checkpoint: Mapping[str, Any]) -> Saved:
             "loaded; go on with this scaler as it is, or build it with enabled=False as well."
         )
     missing = [key for key in TORCH_KEYS if key not in checkpoint]
+    inner = getattr(checkpoint.get("loss_scaler"), "state_dict", None)
+    if missing and callable(inner):  # what DeepSpeed saves of an engine that has our scaler
+        return read(inner())
     if missing:
         peer = None if BLOCK in checkpoint else peers.read(checkpoint)
         if peer is not None:

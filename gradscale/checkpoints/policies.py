@@ -9,7 +9,7 @@ from typing import Any
 
 from gradscale.checkpoints.saved import Saved
 from gradscale.errors import SettingError, StateError, caller_level
-from gradscale.policy import POLICIES, DefaultBound, Dynamic, Off, Policy, Static
+from gradscale.policy import POLICIES, DefaultBound, Dynamic, DynamicState, Off, Policy, Static
 
 
 def settings_of(policy: Policy) -> dict[str, Any]:
@@ -69,3 +69,11 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
             stacklevel=caller_level(),
         )
     return state._replace(scale=scale)
+
+
+def patient(state: Any, saved: Saved, policy: Policy) -> Any:
+    """`state` with the bad steps that follow from the `patience` of a checkpoint, if it has one."""
+    if saved.patience is None or not isinstance(state, DynamicState):
+        return state
+    hysteresis = getattr(policy, "hysteresis", 1)
+    return state._replace(bad_steps=max(hysteresis - saved.patience, 0))

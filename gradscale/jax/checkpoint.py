@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradscale.checkpoints import format as checkpoints
-from gradscale.checkpoints.policies import policy_of, settings_of, state_of
+from gradscale.checkpoints.policies import patient, policy_of, settings_of, state_of
 from gradscale.jax.optimizer import replaced, scaled_state
 from gradscale.jax.state import pack
-from gradscale.policy import Dynamic, DynamicState, Policy, State, as_policy
+from gradscale.policy import Dynamic, Policy, State, as_policy
 
 
 def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
@@ -69,9 +69,7 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
     """
     policy, read = as_policy(policy), checkpoints.read(saved)
     moved: Any = state_of(read.state, policy, read.policy == type(policy).__name__)
-    if read.patience is not None and isinstance(moved, DynamicState):
-        hysteresis = getattr(policy, "hysteresis", 1)
-        moved = moved._replace(bad_steps=max(hysteresis - read.patience, 0))
+    moved = patient(moved, read, policy)
     if isinstance(state, State):
         return _as_arrays(state, moved)
     whole = scaled_state(state)

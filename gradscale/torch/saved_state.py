@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradscale.checkpoints.policies import patient as patient
 from gradscale.checkpoints.policies import policy_of as policy_of
 from gradscale.checkpoints.policies import settings_of as settings_of
 from gradscale.checkpoints.policies import state_of as state_of

@@ -22,7 +22,6 @@ from gradscale.policy import (
     MAX_SCALE,
     MIN_SCALE,
     Dynamic,
-    DynamicState,
     GradStats,
     Policy,
     State,
@@ -39,7 +38,7 @@ from gradscale.torch.grads.packed import (
 )
 from gradscale.torch.grads.scale import Scale, constant, move
 from gradscale.torch.grads.upload import Pool
-from gradscale.torch.saved_state import policy_of, settings_of, state_of
+from gradscale.torch.saved_state import patient, policy_of, settings_of, state_of
 
 HALF_LOSS_SCALE = 2.0**15
 """A float16 loss seeds its backward pass in float16, where 2**16 is infinite."""
@@ -392,10 +391,7 @@ class ScaleState:
         saved = checkpoints.read(state_dict)
         policy = policy_of(saved, self.policy) if settings else self.policy
         strict = settings and saved.policy is not None
-        state = state_of(saved.state, policy, strict)
-        if saved.patience is not None and isinstance(state, DynamicState):
-            patience = getattr(policy, "hysteresis", 1)
-            state = state._replace(bad_steps=max(patience - saved.patience, 0))
+        state = patient(state_of(saved.state, policy, strict), saved, policy)
         losses = {key: state_of(fields, policy, strict) for key, fields in saved.losses}
         counters = {name: saved.counters.get(name, 0) for name in Counters._fields}
         self.policy, self.initial, self.copy = policy, state, None

@@ -1,0 +1,24 @@
+"""Our rules behind Megatron-LM's `grad_scaler`: a `MegatronGradScaler` with a policy.
+
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        each.grad_scaler = MegatronGradScaler(policy)
+
+`policy_from_arguments` and `arguments_from_policy` translate Megatron-LM's settings.
+docs/from-deepspeed-megatron.md has what differs. Megatron-LM need not be installed.
+"""
+
+from gradscale.compat.megatron.scaler import MegatronGradScaler
+from gradscale.compat.megatron.settings import (
+    arguments_from_policy,
+    flags_from_policy,
+    policy_from_arguments,
+    policy_from_flags,
+)
+
+__all__ = [
+    "MegatronGradScaler",
+    "arguments_from_policy",
+    "flags_from_policy",
+    "policy_from_arguments",
+    "policy_from_flags",
+]
