@@ -11,10 +11,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gradscale.checkpoints import format as checkpoints
-from gradscale.checkpoints.policies import policy_of, settings_of, state_of
+from gradscale.checkpoints.numbers import Counts, load_policy, restored, written
 from gradscale.jax.optimizer import ScaledState, replaced, scaled_state
-from gradscale.policy import Dynamic, DynamicState, Policy, State, as_policy
+from gradscale.policy import Policy, State, as_policy
+
+__all__ = ["load_policy", "load_state_dict", "state_dict"]
 
 
 def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
@@ -24,32 +25,13 @@ def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
         policy: The policy that the state is of.
         state: A state of the policy, or of an optimizer that has one in it.
     """
-    policy = as_policy(policy)
-    counters, skipped = {"bad_losses": 0, "steps": 0}, 0
+    counts = Counts()
     if not isinstance(state, State):
         whole = scaled_state(state)
         last, state = whole.last, whole.policy_state
-        counters = {"bad_losses": int(last.bad_losses), "steps": int(last.steps)}
-        skipped = int(last.skipped_in_a_row)
+        counts = Counts(int(last.skipped_in_a_row), int(last.steps), int(last.bad_losses))
     fields = {name: value.item() for name, value in state._asdict().items()}
-    saved = checkpoints.Saved(
-        type(policy).__name__,
-        settings_of(policy),
-        fields,
-        counters,
-        skipped_in_a_row=(skipped,) if skipped else (),
-    )
-    return checkpoints.write(saved)
-
-
-def load_policy(saved: Mapping[str, Any], present: Policy | None = None) -> Policy:
-    """The policy of a checkpoint of any engine, or of a peer that gradscale reads.
-
-    Args:
-        saved: The checkpoint.
-        present: Whose settings are used where the checkpoint has none, as that of a peer.
-    """
-    return policy_of(checkpoints.read(saved), present or Dynamic())
+    return written(as_policy(policy), fields, counts)
 
 
 def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) -> Any:
@@ -66,21 +48,13 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
     Raises:
         StateError: The checkpoint cannot be read.
     """
-    policy, read = as_policy(policy), checkpoints.read(saved)
-    moved: Any = state_of(read.state, policy, read.policy == type(policy).__name__)
-    if read.patience is not None and isinstance(moved, DynamicState):
-        hysteresis = getattr(policy, "hysteresis", 1)
-        moved = moved._replace(bad_steps=max(hysteresis - read.patience, 0))
+    moved, counts = restored(as_policy(policy), saved)
     if isinstance(state, State):
         return _as_arrays(state, moved)
     whole: ScaledState = scaled_state(state)
-    counts = {
-        "skipped_in_a_row": max(read.skipped_in_a_row, default=0),
-        "steps": read.counters.get("steps", 0),
-        "bad_losses": read.counters.get("bad_losses", 0),
-    }
     whole = whole._replace(
-        policy_state=_as_arrays(whole.policy_state, moved), last=whole.last.with_counts(**counts)
+        policy_state=_as_arrays(whole.policy_state, moved),
+        last=whole.last.with_counts(**counts._asdict()),
     )
     return replaced(state, whole)
 

@@ -13,12 +13,8 @@ from gradscale.jax.gradients import applies, init, select, update
 from gradscale.jax.measurement import Axes, all_of, format_of, is_float, measure, unscale
 from gradscale.jax.outcome import Outcome, Packed, first_packed, outcome_from, pack, unpack
 from gradscale.policy import Policy, as_policy
+from gradscale.policy.losses import with_patience
 from gradscale.policy.settings import as_number
-
-PATIENT_LOSSES = 32
-"""Losses in a row that are not finite before one counts as an overflow: it may be the scale's."""
-LOSS_PERIOD = 8
-"""After that, every so many of them count as one."""
 
 
 class ScaledState(NamedTuple):
@@ -123,12 +119,7 @@ def scaled(
             grads = _shortened(grads, longest, stats.norm)
         new, inner_state = inner.update(grads, state.inner_state, params, **extra)
         last = state.last
-        bad_losses = jnp.where(
-            stats.loss_finite, jnp.zeros_like(last.bad_losses), last.bad_losses + 1
-        )
-        over = bad_losses - PATIENT_LOSSES
-        late = (over > 0) & (over % LOSS_PERIOD == 0)  # counts as an overflow of gradients
-        told = stats._replace(loss_finite=stats.loss_finite | late, finite=stats.finite & ~late)
+        told, bad_losses = with_patience(stats, last.bad_losses, jnp)
         outcome = outcome_from(stats, applied, scale, last.skipped_in_a_row, format)
         packed = pack(outcome, last.steps + 1, bad_losses)
         moved = ScaledState(
