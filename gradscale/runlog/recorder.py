@@ -1,4 +1,4 @@
-"""Events and log lines of steps whose results are plain numbers: what the monitors of engines share.
+"""Events and log lines of steps, for the monitors of engines: plain numbers.
 
 An engine brings the numbers of a step to the host, in its own way, and hands them to `take()`.
 """
