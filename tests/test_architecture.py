@@ -60,7 +60,11 @@ RULES = {
     "torch.grads.triton": Rule(BELOW_ENGINES, {"torch", "triton"}),
     "jax": Rule(BELOW_ENGINES, {"jax", "optax"}),
     "keras": Rule(BELOW_ENGINES, {"keras"}),
-    "compat": Rule(BELOW_ENGINES | ENGINES, {"torch", "jax", "numpy", "flax", "equinox"}),
+    "keras.replicas": Rule(BELOW_ENGINES, {"keras", "tensorflow"}),
+    "compat": Rule(
+        BELOW_ENGINES | ENGINES,
+        {"torch", "jax", "numpy", "flax", "equinox", "keras", "tensorflow"},
+    ),
     "plugins": Rule(
         BELOW_ENGINES | ENGINES,
         {"torch", "lightning", "accelerate", "transformers"},

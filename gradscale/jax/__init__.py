@@ -24,9 +24,8 @@ from gradscale.jax.gradients import (
 from gradscale.jax.measurement import measure, unscale
 from gradscale.jax.monitor import Monitor
 from gradscale.jax.optimizer import ScaledState, outcome_of, scale_of, scaled
-from gradscale.jax.outcome import Outcome
 from gradscale.jax.precision import Precision
-from gradscale.monitor import Event
+from gradscale.monitor import Event, Outcome
 
 __all__ = [
     "Event",

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from gradscale.errors import SettingError
 from gradscale.jax.gradients import applies, init, select, update
 from gradscale.jax.measurement import Axes, all_of, format_of, is_float, measure, unscale
-from gradscale.jax.outcome import Outcome, Packed, first_packed, outcome_from, pack, unpack
+from gradscale.jax.outcome import Packed, first_packed, outcome_from, pack, unpack
+from gradscale.monitor import Outcome
 from gradscale.policy import Policy, as_policy
 from gradscale.policy.losses import with_patience
 from gradscale.policy.settings import as_number

@@ -11,7 +11,6 @@ from typing import Any
 from keras import ops
 
 from gradscale.checkpoints.numbers import Counts, load_policy, restored, written
-from gradscale.errors import CallOrderError
 from gradscale.keras.optimizer import LossScaleOptimizer
 
 __all__ = ["load_policy", "load_state_dict", "state_dict"]
@@ -19,7 +18,7 @@ __all__ = ["load_policy", "load_state_dict", "state_dict"]
 
 def state_dict(optimizer: LossScaleOptimizer) -> dict[str, Any]:
     """The checkpoint of the scale of `optimizer`: numbers, strings and dicts. **Waits**."""
-    state, last = _layout(optimizer).read(optimizer._values())
+    state, last = optimizer._layout.read(optimizer._values())
     fields = {name: _number(value) for name, value in state._asdict().items()}
     skipped = _number(last.outcome.skipped_in_a_row)
     return written(
@@ -35,9 +34,8 @@ def load_state_dict(optimizer: LossScaleOptimizer, saved: Mapping[str, Any]) -> 
 
     Raises:
         StateError: The checkpoint cannot be read.
-        CallOrderError: The optimizer has no variables yet.
     """
-    layout = _layout(optimizer)
+    layout = optimizer._layout
     numbers, counts = restored(optimizer.policy, saved)
     state, last = layout.read(optimizer._values())
     pairs = zip(state, numbers, strict=True)
@@ -46,15 +44,6 @@ def load_state_dict(optimizer: LossScaleOptimizer, saved: Mapping[str, Any]) -> 
     counted = ops.convert_to_tensor(list(counts), dtype="int32")
     ints = ops.concatenate([flags, counted, skipped])
     optimizer._assign(layout.write(state, last._replace(ints=ints)))
-
-
-def _layout(optimizer: LossScaleOptimizer) -> Any:
-    if not optimizer.built:
-        raise CallOrderError(
-            "The optimizer has no state before it is built: call "
-            "optimizer.build(model.trainable_variables) first."
-        )
-    return optimizer._layout
 
 
 def _number(value: Any) -> Any:

@@ -38,7 +38,7 @@ class Gradient(NamedTuple):
     values: Any
     """The array; of a sparse gradient the sums of its rows."""
     format: Format | None
-    """What it is stored in once it is unscaled; None: float32 or wider."""
+    """What it is stored in once it is unscaled; None: float64."""
     is_scaled: bool = True
     """False of what overwrites a variable as it is: it is checked and nothing else."""
 
@@ -68,24 +68,43 @@ def measured(gradients: Sequence[Gradient], scale: Any) -> Found:
     return Found(amax, nan, ops.all(ops.stack(fits)), norm)
 
 
-def stats_from(found: Found, scale: Any, held: Any, loss_finite: Any) -> GradStats:
-    """The statistics for a policy.
+def placed(found: Found, scale: Any, held: Any) -> Found:
+    """`found` with `amax` as it is at `scale`, and the norm as it is without a scale.
 
     Args:
-        found: What was found in the gradients.
+        found: What was found in gradients.
         scale: The scale that they were made with.
         held: The scale that they had when they were measured: `scale`, or 1 if they were unscaled.
-        loss_finite: Whether the loss was finite (bool).
     """
-    finite = ops.isfinite(found.amax) & ops.logical_not(found.nan)
     amax = found.amax * (scale / held)
-    amax = ops.where(finite, ops.minimum(amax, ops.full_like(amax, FLOAT32.max)), found.amax)
+    most = ops.minimum(amax, ops.full_like(amax, FLOAT32.max))
+    amax = ops.where(ops.isfinite(found.amax), most, found.amax)
+    return found._replace(amax=amax, norm=found.norm / held)
+
+
+def joined(unscaled: Found, scaled: Found) -> Found:
+    """What was found in unscaled gradients and, before, in the scaled ones.
+
+    What became infinite or NaN in between is no matter of a scale that is too high.
+    """
+    fits = unscaled.fits & scaled.fits & is_finite(unscaled)
+    return scaled._replace(fits=fits | ops.logical_not(is_finite(scaled)), norm=unscaled.norm)
+
+
+def is_finite(found: Found) -> Any:
+    """bool: every element is finite."""
+    return ops.isfinite(found.amax) & ops.logical_not(found.nan)
+
+
+def stats_from(found: Found, loss_finite: Any) -> GradStats:
+    """The statistics for a policy, of what was found and `placed`; `loss_finite` is a bool."""
+    nan = ops.full_like(found.amax, math.nan)
     return GradStats(
-        finite=finite,
-        amax=ops.where(found.nan, ops.full_like(amax, math.nan), amax),
+        finite=is_finite(found),
+        amax=ops.where(found.nan, nan, found.amax),
         loss_finite=loss_finite,
         fits=found.fits,
-        norm=found.norm / held,
+        norm=found.norm,
     )
 
 
@@ -106,9 +125,8 @@ def format_of(policy: Policy) -> Format:
 
 
 def stored_format(variable: Any) -> Format | None:
-    """The format of a variable if it is narrower than float32."""
-    found = FORMATS.get(dtype_of(variable))
-    return None if found is FLOAT32 else found
+    """The format of a variable; None if it is float64."""
+    return FORMATS.get(dtype_of(variable))
 
 
 def dtype_of(tensor: Any) -> str:

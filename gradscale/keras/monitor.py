@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,10 +13,10 @@ from keras import ops
 
 from gradscale import __version__
 from gradscale.errors import SettingError
-from gradscale.formats import FLOAT16
+from gradscale.formats import FLOAT16, Format
 from gradscale.keras.measurement import format_of
 from gradscale.keras.optimizer import LossScaleOptimizer
-from gradscale.monitor import Event, Outcome
+from gradscale.monitor import Event
 from gradscale.runlog import Recorder
 from gradscale.runlog.writer import MAX_STEPS
 
@@ -54,10 +55,10 @@ class Monitor(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._path, self._max_steps, self._settings = path, max_steps, dict(settings or {})
-        self._make = lambda floor, format: Recorder(
-            floor, format, on_event=on_event, on_stuck=on_stuck, stuck_after=stuck_after
+        self._make: Callable[[float, Format], Recorder] = partial(
+            Recorder, on_event=on_event, on_stuck=on_stuck, stuck_after=stuck_after
         )
-        self._make(0.0, FLOAT16)  # wrong settings are found here rather than in fit
+        self._make(0.0, FLOAT16)  # Wrong settings are found here rather than in fit().
         self._recorder: Recorder | None = None
         self._skipped, self._skipped_before, self._headroom = 0, 0, math.inf
 
@@ -69,8 +70,7 @@ class Monitor(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins the log, if this is the first training."""
         optimizer = self._optimizer()
-        if optimizer.built:
-            self._skipped_before = self._skipped = int(ops.convert_to_numpy(optimizer.num_skipped))
+        self._skipped_before = self._skipped = optimizer._last().on_host().skipped
         if self._recorder is not None:
             return
         policy = optimizer.policy
@@ -93,19 +93,17 @@ class Monitor(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Takes the last step. **Waits for the device**."""
         optimizer = self._optimizer()
-        number = int(ops.convert_to_numpy(optimizer.num_steps))
-        self._skipped = int(ops.convert_to_numpy(optimizer.num_skipped))
-        scale = float(ops.convert_to_numpy(optimizer.dynamic_scale))
-        outcome = Outcome(*(ops.convert_to_numpy(value).item() for value in optimizer.outcome))
+        outcome, number, self._skipped = optimizer._last().on_host()
         if outcome.applied:
             self._headroom = min(self._headroom, outcome.headroom)
         if self._recorder is not None:
+            scale = _number(optimizer.dynamic_scale)
             self._recorder.take(number, scale, outcome._asdict(), outcome=outcome)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Adds to the logs of the epoch."""
         if logs is not None:
-            logs["scale"] = float(ops.convert_to_numpy(self._optimizer().dynamic_scale))
+            logs["scale"] = _number(self._optimizer().dynamic_scale)
             logs["skipped"] = self._skipped - self._skipped_before
             logs["headroom"] = self._headroom
 
@@ -129,3 +127,7 @@ class Monitor(keras.callbacks.Callback):
                 "LossScaleOptimizer(optimizer) to compile()."
             )
         return optimizer
+
+
+def _number(variable: Any) -> float:
+    return float(ops.convert_to_numpy(ops.copy(variable)))

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from gradscale.checkpoints.policies import policy_of, settings_of
 from gradscale.checkpoints.saved import Saved
-from gradscale.errors import CallOrderError, SettingError
+from gradscale.errors import SettingError
 from gradscale.keras import replicas
 from gradscale.keras.measurement import (
+    Found,
     Gradient,
     applies,
     divided,
     dtype_of,
     format_of,
+    joined,
     measured,
+    placed,
     stats_from,
     stored_format,
 )
-from gradscale.keras.variables import Layout
+from gradscale.keras.variables import Last, Layout
 from gradscale.monitor import Outcome
 from gradscale.policy import Dynamic, GradStats, Policy, as_policy
 from gradscale.policy.losses import with_patience
@@ -32,6 +35,13 @@ INITIAL_SCALE = 2.0**15
 """Keras' default."""
 GROWTH_STEPS = 2000
 """Keras' default."""
+
+
+class Unscaled(NamedTuple):
+    """That gradients were unscaled before they are applied."""
+
+    found: Found | None = None
+    """What was found in the scaled ones, on this replica; None where it is not known."""
 
 
 @keras.saving.register_keras_serializable(package="gradscale")
@@ -78,12 +88,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._is_keras_rule = policy is None
         self._layout = Layout(chosen)
         self._names = [spec.name for spec in self._layout.specs(chosen)]
-
-    def build(self, var_list: Sequence[Any]) -> None:
-        """Makes the variables, for the variables of a model."""
-        if self.built:
-            return
-        for name, dtype, first in self._layout.specs(self.policy):
+        # Not in build(): a function that is traced before would scale by a constant ever after.
+        for name, dtype, first in self._layout.specs(chosen):
             made = self.add_variable(
                 shape=(len(first),) if isinstance(first, list) else (),
                 dtype=dtype,
@@ -93,6 +99,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 name=name,
             )
             setattr(self, name, made)
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Makes the variables of the inner optimizer, for the variables of a model."""
+        if self.built:
+            return
         self.inner_optimizer.build(var_list)
         keras.optimizers.Optimizer.build(self, var_list)
 
@@ -135,10 +146,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         own = len(self._variables)
         inner, begin = list(optimizer_variables[own:]), own - len(self._names)
         values, model = list(optimizer_variables[begin:own]), list(trainable_variables)
-        stats, unscaled = self._read(list(grads), self._trainable_variables, values, loss)
+        stats, small = self._read(list(grads), self._trainable_variables, values, loss)
         model, inner = ops.cond(
             applies(stats),
-            lambda: tuple(map(list, self.inner_optimizer.stateless_apply(inner, unscaled, model))),
+            lambda: tuple(map(list, self.inner_optimizer.stateless_apply(inner, small, model))),
             lambda: (model, inner),
         )
         moved = self._moved(stats, values)
@@ -146,10 +157,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def scale_loss(self, loss: Any) -> Any:
         """`loss` times the scale: in float32, or float64 where it is."""
-        scale = self.dynamic_scale if self.built else ops.full((), self.initial_scale, "float32")
         if dtype_of(loss) in ("float16", "bfloat16"):
             loss = ops.cast(loss, "float32")
-        return ops.multiply(loss, scale)
+        return ops.multiply(loss, self.dynamic_scale)
 
     @property
     def outcome(self) -> Outcome:
@@ -206,20 +216,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
-    ) -> LossScaleOptimizer:
+    ) -> Any:
         """The optimizer that `get_config` describes, here or of Keras' own class."""
         config = dict(config)
         rule = config.get("policy")
         if isinstance(rule, Mapping):
             saved = Saved(rule["name"], dict(rule["settings"]), {}, {})
             config["policy"] = policy_of(saved, Dynamic())
-        made: LossScaleOptimizer = super().from_config(config, custom_objects)
-        return made
+        return super().from_config(config, custom_objects)
 
-    def _last(self) -> Any:
-        if not self.built:
-            raise CallOrderError("The optimizer has no outcome before build() or its first step.")
-        return self._layout.read(self._values())[1]
+    def _last(self) -> Last:
+        return Last(*map(ops.copy, (self.step_counter, self.outcome_floats, self.outcome_ints)))
 
     def _values(self) -> list[Any]:
         """The values of the variables of this class."""
@@ -235,9 +242,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: Sequence[Any],
         variables: Any,
         loss: Any = None,
-        unscaled_by: GradStats | None = None,
+        unscaled: Unscaled | None = None,
     ) -> None:
-        """Applies gradients; `unscaled_by` says that they are unscaled, and what was found then."""
+        """Applies gradients; `unscaled` if the caller has unscaled them already."""
         grads = list(grads)
         if not grads:
             return
@@ -254,22 +261,20 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(variables)
         if on_tensorflow:
             replicas.check_context()
-            replicas.unconverted(lambda: self._step(grads, variables, loss, unscaled_by))
+            replicas.unconverted(lambda: self._step(grads, variables, loss, unscaled))
         else:
-            self._step(grads, variables, loss, unscaled_by)
+            self._step(grads, variables, loss, unscaled)
 
-    def _step(
-        self, grads: list[Any], variables: Any, loss: Any, unscaled_by: GradStats | None
-    ) -> None:
+    def _step(self, grads: list[Any], variables: Any, loss: Any, unscaled: Unscaled | None) -> None:
         values = self._values()
         known = variables if variables is not None else self._trainable_variables
-        stats, unscaled = self._read(grads, known, values, loss, unscaled_by)
+        stats, small = self._read(grads, known, values, loss, unscaled)
         applied, moved = applies(stats), self._moved(stats, values)
         if keras.backend.backend() == "tensorflow":
-            replicas.run(self._inner_step, self._assign, applied, moved, unscaled, variables)
+            replicas.run(self._inner_step, self._assign, applied, moved, small, variables)
             return
         if bool(applied):
-            self._inner_step(unscaled, variables)
+            self._inner_step(small, variables)
         self._assign(moved)
 
     def _inner_step(self, grads: list[Any], variables: Any) -> None:
@@ -281,42 +286,37 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         variables: Sequence[Any],
         values: list[Any],
         loss: Any,
-        unscaled_by: GradStats | None = None,
+        unscaled: Unscaled | None = None,
     ) -> tuple[GradStats, list[Any]]:
         """What the gradients are like, and they themselves, unscaled and clipped."""
         scale = self._layout.read(values)[0].scale
-        held = scale if unscaled_by is None else ops.full_like(scale, 1.0)
+        held = scale if unscaled is None else ops.full_like(scale, 1.0)
         fine = scale >= scale
         loss_finite = fine if loss is None else fine & ops.all(ops.isfinite(loss))
         pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        found = self._found(pairs, held)
+        found = placed(self._found(pairs, held), scale, held)
+        if unscaled is not None and unscaled.found is not None:
+            found = joined(found, unscaled.found)
         if keras.backend.backend() == "tensorflow" and replicas.count() > 1:
             # Every replica has gradients of its own, and the inner optimizer sums them.
             norm = ops.full_like(found.norm, float("nan"))
             if self.clip_norm is not None:
                 sums = replicas.summed([g for g, _ in pairs])
-                norm = self._found(
-                    [(g, v) for g, (_, v) in zip(sums, pairs, strict=True)], held
-                ).norm
+                in_all = [(g, v) for g, (_, v) in zip(sums, pairs, strict=True)]
+                norm = placed(self._found(in_all, held), scale, held).norm
             found, loss_finite = replicas.agreed(found._replace(norm=norm), loss_finite)
-        stats = stats_from(found, scale, held, loss_finite)
-        if unscaled_by is not None:
-            stats = stats._replace(
-                finite=stats.finite & unscaled_by.finite,
-                amax=unscaled_by.amax,
-                fits=stats.fits & unscaled_by.fits,
-            )
+        stats = stats_from(found, loss_finite)
         divisor = held
         if self.clip_norm is not None:
             one = ops.full_like(stats.norm, 1.0)
             divisor = held * ops.maximum(stats.norm / ops.full_like(one, self.clip_norm), one)
-        unscaled = [
+        small = [
             g if g is None or self._overwrite_variable_with_gradient(v) else divided(g, divisor)
             for g, v in zip(grads, variables, strict=True)
         ]
-        return stats, unscaled
+        return stats, small
 
-    def _found(self, pairs: Iterable[tuple[Any, Any]], held: Any) -> Any:
+    def _found(self, pairs: Iterable[tuple[Any, Any]], held: Any) -> Found:
         """What is found in gradients of this replica, which have the scale `held`."""
         sparse = keras.backend.backend() == "tensorflow"
         return measured(

@@ -6,11 +6,13 @@ Only this module imports TensorFlow, and only where it is Keras' backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from keras import ops
 
 from gradscale.keras.measurement import Found
+
+T = TypeVar("T")
 
 
 def check_context() -> None:
@@ -102,8 +104,17 @@ def run(
     context.merge_call(merged, args=(applied, values, gradients, variables))
 
 
-def unconverted(function: Callable[[], None]) -> None:
-    """Calls `function` as it is: `tf.function` would translate the source of what it traces."""
+def unconverted(function: Callable[[], T]) -> T:
+    """What `function` returns, called as it is: `tf.function` would translate its source."""
     import tensorflow as tf
 
-    tf.autograph.experimental.do_not_convert(function)()
+    result: T = tf.autograph.experimental.do_not_convert(function)()
+    return result
+
+
+def is_present(tensor: Any) -> bool:
+    """Whether a tensor can be used here: it is a value, or of the function that is traced."""
+    import tensorflow as tf
+
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return not tf.is_symbolic_tensor(tensor) or tensor.graph is graph

@@ -76,6 +76,16 @@ INTS = [0, 1, 1, 1, 0, 0, 0, 0]
 """applied, finite, fits, loss_finite, skipped_in_a_row, steps, bad_losses, skipped: at first."""
 
 
+class OnHost(NamedTuple):
+    """What a monitor reads, as plain numbers."""
+
+    outcome: Outcome
+    steps: int
+    """How many steps there have been, applied or skipped."""
+    skipped: int
+    """How many of them were skipped."""
+
+
 class Last(NamedTuple):
     """The last outcome and counters, packed."""
 
@@ -91,6 +101,13 @@ class Last(NamedTuple):
         """The outcome alone, as tensors."""
         flags = [self.ints[place] != 0 for place in range(4)]
         return Outcome._make([*flags, *(self.floats[i] for i in range(4)), self.ints[4]])
+
+    def on_host(self) -> OnHost:
+        """The same as plain numbers, of which two arrays are read. **Waits for the device**."""
+        floats: list[float] = ops.convert_to_numpy(self.floats).tolist()
+        ints: list[int] = ops.convert_to_numpy(self.ints).tolist()
+        flags = [flag != 0 for flag in ints[:4]]
+        return OnHost(Outcome._make([*flags, *floats, ints[4]]), ints[5], ints[7])
 
     @property
     def steps(self) -> Any:
