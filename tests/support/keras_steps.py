@@ -8,11 +8,20 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 from gradscale.keras import LossScaleOptimizer
 from gradscale.policy import GradStats
 
 BACKEND = keras.backend.backend()
+
+
+def quick(items: Iterable[Any], count: int) -> list[Any]:
+    """`items` as parameters. With JAX, which compiles for each, only `count` of them always run."""
+    items = list(items)
+    if BACKEND != "jax":
+        return items
+    return items[:count] + [pytest.param(item, marks=pytest.mark.soak) for item in items[count:]]
 
 
 def array(value: Any) -> Any:
