@@ -6,9 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
 PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
+KERAS := .venv-keras
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
-.PHONY: demo test test-deepspeed soak lint bench mutants compat clean
+.PHONY: demo test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
 
 demo: $(STAMP)
 	$(BIN)/gradscale demo
@@ -22,6 +23,17 @@ demo: $(STAMP)
 # notice it, so their time grows with the list while `make test` has to stay short.
 test: lint
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=fixed
+
+# Keras on TensorFlow, in an environment of its own: TensorFlow is 1.4 GB with what it brings. `make
+# test` runs the same tests on JAX and torch.
+test-keras: $(KERAS)/.installed
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 TF_CPP_MIN_LOG_LEVEL=3 KERAS_BACKEND=tensorflow \
+		$(KERAS)/bin/pytest --hypothesis-profile=fixed tests/keras tests/compat/tf_keras
+
+$(KERAS)/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(KERAS)
+	$(KERAS)/bin/pip install -qq -c constraints-dev.txt -e ".[keras,cli]" hypothesis pytest tensorflow-cpu
+	touch $@
 
 # What takes minutes each and finds something once in a while: random histories by the thousand, and
 # thousands of steps of several ranks. `make test` runs a tenth of them.
@@ -81,5 +93,5 @@ $(COMPAT)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-compat-* .venv-deepspeed .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find gradscale tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

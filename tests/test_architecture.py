@@ -60,8 +60,10 @@ RULES = {
     "torch.grads.triton": Rule(BELOW_ENGINES, {"torch", "triton"}),
     "jax": Rule(BELOW_ENGINES, {"jax", "optax"}),
     "keras": Rule(BELOW_ENGINES, {"keras"}),
+    "keras.replicas": Rule(BELOW_ENGINES, {"keras", "tensorflow"}),
     "compat": Rule(
-        BELOW_ENGINES | ENGINES, {"torch", "jax", "numpy", "flax", "equinox", "deepspeed"}
+        BELOW_ENGINES | ENGINES,
+        {"torch", "jax", "numpy", "flax", "equinox", "keras", "tensorflow", "deepspeed"},
     ),
     "plugins": Rule(
         BELOW_ENGINES | ENGINES,

@@ -96,6 +96,8 @@ def run_example(path: Path) -> str:
 
 NEEDS: dict[str, Callable[[], Any]] = {
     "accelerate.md": partial(pytest.importorskip, "accelerate"),
+    "keras.md": partial(pytest.importorskip, "keras"),
+    "keras_fit.py": partial(pytest.importorskip, "keras"),
     "jax.md": partial(pytest.importorskip, "optax"),
     "jax_equinox.py": partial(pytest.importorskip, "equinox"),
     "jax_flax_nnx.py": partial(pytest.importorskip, "flax"),

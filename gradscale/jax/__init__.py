@@ -24,10 +24,9 @@ from gradscale.jax.gradients import (
 from gradscale.jax.measurement import measure, unscale
 from gradscale.jax.monitor import Monitor
 from gradscale.jax.optimizer import outcome_of, scale_of, scaled
-from gradscale.jax.outcome import Outcome
 from gradscale.jax.precision import Precision
 from gradscale.jax.state import ScaledState
-from gradscale.monitor import Event
+from gradscale.monitor import Event, Outcome
 
 __all__ = [
     "Event",

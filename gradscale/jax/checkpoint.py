@@ -11,11 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gradscale.checkpoints import format as checkpoints
-from gradscale.checkpoints.policies import patient, policy_of, settings_of, state_of
+from gradscale.checkpoints.numbers import Counts, load_policy, restored, written
 from gradscale.jax.optimizer import replaced, scaled_state
 from gradscale.jax.state import pack
-from gradscale.policy import Dynamic, Policy, State, as_policy
+from gradscale.policy import Policy, State, as_policy
+
+__all__ = ["load_policy", "load_state_dict", "state_dict"]
 
 
 def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
@@ -25,32 +26,12 @@ def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
         policy: The policy that the state is of.
         state: A state of the policy, or of an optimizer that has one in it.
     """
-    policy = as_policy(policy)
-    counters, skipped = {"bad_losses": 0, "steps": 0}, 0
+    policy, counts = as_policy(policy), Counts()
     if not isinstance(state, State):
         whole = scaled_state(state)
-        counts, state = whole.counts, whole.policy_state(policy)
-        counters = {"bad_losses": int(counts.bad_losses), "steps": int(counts.steps)}
-        skipped = int(counts.skipped_in_a_row)
+        counts, state = Counts(*map(int, whole.counts)), whole.policy_state(policy)
     fields = {name: value.item() for name, value in state._asdict().items()}
-    saved = checkpoints.Saved(
-        type(policy).__name__,
-        settings_of(policy),
-        fields,
-        counters,
-        skipped_in_a_row=(skipped,) if skipped else (),
-    )
-    return checkpoints.write(saved)
-
-
-def load_policy(saved: Mapping[str, Any], present: Policy | None = None) -> Policy:
-    """The policy of a checkpoint of any engine, or of a peer that gradscale reads.
-
-    Args:
-        saved: The checkpoint.
-        present: Whose settings are used where the checkpoint has none, as that of a peer.
-    """
-    return policy_of(checkpoints.read(saved), present or Dynamic())
+    return written(policy, fields, counts)
 
 
 def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) -> Any:
@@ -67,19 +48,17 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
     Raises:
         StateError: The checkpoint cannot be read.
     """
-    policy, read = as_policy(policy), checkpoints.read(saved)
-    moved: Any = state_of(read.state, policy, read.policy == type(policy).__name__)
-    moved = patient(moved, read, policy)
+    policy = as_policy(policy)
+    moved, counts = restored(policy, saved)
     if isinstance(state, State):
         return _as_arrays(state, moved)
     whole = scaled_state(state)
-    outcome = whole.outcome._replace(skipped_in_a_row=max(read.skipped_in_a_row, default=0))
     whole = pack(
         whole.inner_state,
         _as_arrays(whole.policy_state(policy), moved),
-        outcome,
-        read.counters.get("steps", 0),
-        read.counters.get("bad_losses", 0),
+        whole.outcome._replace(skipped_in_a_row=counts.skipped_in_a_row),
+        counts.steps,
+        counts.bad_losses,
     )
     return replaced(state, whole)
 

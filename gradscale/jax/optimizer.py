@@ -11,15 +11,12 @@ import jax.numpy as jnp
 from gradscale.errors import SettingError
 from gradscale.jax.gradients import applies, init, select, update
 from gradscale.jax.measurement import Axes, all_of, format_of, is_float, measure, unscale
-from gradscale.jax.outcome import Outcome, outcome_from
+from gradscale.jax.outcome import outcome_from
 from gradscale.jax.state import ScaledState, first_state, pack
+from gradscale.monitor import Outcome
 from gradscale.policy import Policy, as_policy
+from gradscale.policy.losses import with_patience
 from gradscale.policy.settings import as_number
-
-PATIENT_LOSSES = 32
-"""Losses in a row that are not finite before one counts as an overflow: it may be the scale's."""
-LOSS_PERIOD = 8
-"""After that, every so many of them count as one."""
 
 
 class Record(NamedTuple):
@@ -102,12 +99,7 @@ def scaled(
         if longest is not None:
             grads = _shortened(grads, longest, stats.norm)
         new, inner_state = inner.update(grads, state.inner_state, params, **extra)
-        bad_losses = jnp.where(
-            stats.loss_finite, jnp.zeros_like(counts.bad_losses), counts.bad_losses + 1
-        )
-        over = bad_losses - PATIENT_LOSSES
-        late = (over > 0) & (over % LOSS_PERIOD == 0)  # counts as an overflow of gradients
-        told = stats._replace(loss_finite=stats.loss_finite | late, finite=stats.finite & ~late)
+        told, bad_losses = with_patience(stats, counts.bad_losses, jnp)
         outcome = outcome_from(stats, applied, scale, counts.skipped_in_a_row, format)
         moved = pack(
             select(applied, inner_state, state.inner_state),

@@ -12,22 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradscale.jax.outcome import Outcome
+from gradscale.checkpoints.numbers import Counts
+from gradscale.monitor import Outcome
 from gradscale.policy import Policy, State
 
 _FLAGS = 4
 """Booleans at the beginning of an outcome."""
-
-
-class Counts(NamedTuple):
-    """What is counted from step to step (int32)."""
-
-    skipped_in_a_row: Any
-    """Steps in a row that were skipped."""
-    steps: Any
-    """All steps, applied or skipped."""
-    bad_losses: Any
-    """Losses in a row that were not finite."""
 
 
 class ScaledState(NamedTuple):

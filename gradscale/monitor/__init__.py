@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gradscale.monitor.diagnosis import EXPLANATIONS, replay_message, stuck_message, verdict
 from gradscale.monitor.events import EVENTS, ON_STUCK, Event, Tracker, as_event_name, as_on_stuck
+from gradscale.monitor.outcome import Outcome
 from gradscale.monitor.records import Move, Step, StepRecord
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ON_STUCK",
     "Event",
     "Move",
+    "Outcome",
     "Step",
     "StepRecord",
     "Tracker",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from gradscale.runlog.lines import VERSION, decode, encode, finding_line, sample_line, sample_of
 from gradscale.runlog.reader import Run, read
+from gradscale.runlog.recorder import Recorder
 from gradscale.runlog.writer import RunLog, rank_file
 
 __all__ = [
     "VERSION",
+    "Recorder",
     "Run",
     "RunLog",
     "decode",

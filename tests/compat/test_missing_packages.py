@@ -34,6 +34,13 @@ def test_what_is_missing_is_named_with_its_extra(
     assert caught.value.name == missing
 
 
+def test_missing_keras_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"gradscale\.compat\.tf_keras needs Keras.*pip install \"gradscale\[keras\]\""
+    with pytest.raises(ImportError, match=message) as caught:
+        imported_without(monkeypatch, "gradscale.compat.tf_keras", "keras")
+    assert caught.value.name == "keras"
+
+
 def test_flax_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jax")
     found = imported_without(monkeypatch, "gradscale.compat.flax", "flax")

@@ -1,0 +1,26 @@
+"""The Keras engine: `LossScaleOptimizer` for Keras 3 with TensorFlow, JAX or torch below it.
+
+    model.compile(LossScaleOptimizer(keras.optimizers.Adam(1e-3), policy="headroom"), loss="mse")
+
+It takes the place of `keras.optimizers.LossScaleOptimizer`, with the same arguments.
+"""
+
+try:
+    import keras as _keras  # noqa: F401
+except ImportError as error:
+    raise ImportError('gradscale.keras needs Keras: pip install "gradscale[keras]".') from error
+
+from gradscale.keras.checkpoint import load_policy, load_state_dict, state_dict
+from gradscale.keras.monitor import Monitor
+from gradscale.keras.optimizer import LossScaleOptimizer
+from gradscale.monitor import Event, Outcome
+
+__all__ = [
+    "Event",
+    "LossScaleOptimizer",
+    "Monitor",
+    "Outcome",
+    "load_policy",
+    "load_state_dict",
+    "state_dict",
+]
