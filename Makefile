@@ -6,9 +6,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
 PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
+PINNED_TESTS := $(shell grep -E '^(hypothesis|pytest)==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
-.PHONY: demo test soak lint bench mutants compat clean
+.PHONY: demo test test-mxnet soak lint bench mutants compat clean
 
 demo: $(STAMP)
 	$(BIN)/gradscale demo
@@ -67,6 +68,18 @@ $(COMPAT)/.installed: pyproject.toml
 		pytest pytest-xdist pytorch-optimizer torchao triton
 	touch $@
 
+# The tests of gradscale.compat.mxnet, which `make test` skips. They need an environment of their own:
+# MXNet 1.x is the last that there is, and imports with numpy up to 1.23 only, so with Python up to
+# 3.11. It takes 300 MB.
+test-mxnet: .venv-mxnet/.installed
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 .venv-mxnet/bin/pytest --hypothesis-profile=fixed \
+		tests/compat/mxnet
+
+.venv-mxnet/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv .venv-mxnet
+	.venv-mxnet/bin/pip install -qq -e ".[mxnet]" mxnet==1.9.1 numpy==1.23.5 $(PINNED_TESTS)
+	touch $@
+
 clean:
-	rm -rf .venv .venv-compat-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-compat-* .venv-mxnet .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find gradscale tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -60,7 +60,7 @@ RULES = {
     "torch.grads.triton": Rule(BELOW_ENGINES, {"torch", "triton"}),
     "jax": Rule(BELOW_ENGINES, {"jax", "optax"}),
     "keras": Rule(BELOW_ENGINES, {"keras"}),
-    "compat": Rule(BELOW_ENGINES | ENGINES, {"torch", "jax", "numpy", "flax", "equinox"}),
+    "compat": Rule(BELOW_ENGINES | ENGINES, {"torch", "jax", "numpy", "flax", "equinox", "mxnet"}),
     "plugins": Rule(
         BELOW_ENGINES | ENGINES,
         {"torch", "lightning", "accelerate", "transformers"},
