@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
+
 def run_example(path: Path) -> str:
     """What an example prints; the test fails if the example does, or if it warns."""
     command = [sys.executable, "-W", "error", str(path)]
@@ -91,8 +92,7 @@ def test_blocks_of_a_page_share_a_namespace(tmp_path: Path) -> None:
 def test_failing_block_fails_at_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, "Text.\n\n```python\nx = 1\nassert x == 2\n```\n")
     with pytest.raises(AssertionError) as caught:
-        # docs/versions.md: with older versions there are graph breaks, and the same results.
-    run_page(path, features.COMPILES_OPERATORS)
+        run_page(path)
     fault = caught.traceback[-1]
     assert (Path(fault.path), fault.lineno + 1) == (path, 5)
 

@@ -138,7 +138,7 @@ class LossScaler:
         return float(self.state.scale)
 
     def has_overflow(self, params: Sequence[Any]) -> bool:
-        """Whether the trainer must skip this step; moves the scale. **Waits for the device.**
+        """Whether the trainer must skip this step; moves the scale. **Waits for the device**.
 
         Args:
             params: The parameters of the trainer.
@@ -319,7 +319,8 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
 def unscale(trainer: Any) -> None:
     """Takes the scale out of the trainer's gradients, so that they can be clipped or read.
 
-    `Trainer.step` and `Trainer.update` then take out the batch size alone. **Waits for the device.**
+    `Trainer.step` and `Trainer.update` then divide by the batch size alone. **Waits for the
+    device.**
     """
     _scaler_of(trainer, "unscale()")._unscale(trainer)
 
@@ -370,7 +371,7 @@ def _fresh(params: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _widened(array: Any) -> Any:
-    """`array` in float32 if it is narrower; sums and products with the scale overflow in float16."""
+    """`array` in float32 if it is narrower: products with the scale overflow in float16."""
     return array if _type_name(array) in ("float32", "float64") else array.astype("float32")
 
 

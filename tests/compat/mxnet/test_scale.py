@@ -11,7 +11,7 @@ import gradscale as gs
 
 mx = pytest.importorskip("mxnet")
 
-from hypothesis import given  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from mxnet import autograd, nd  # noqa: E402
 from mxnet.contrib.amp import amp as mxnet_amp  # noqa: E402
@@ -73,6 +73,7 @@ inputs = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @given(xs=inputs)
+@settings(max_examples=40)
 def test_trajectory_is_that_of_the_plain_python_policy(policy: Any, xs: list[float]) -> None:
     net, state, skipped = GluonWeight(policy), policy.init(), 0
     for x in xs:
@@ -115,8 +116,8 @@ def test_float16_loss_is_scaled_in_float32() -> None:
 
 
 def test_weights_are_those_of_training_without_a_scale_on_the_applied_steps() -> None:
-    # The batch size is a power of two, because MXNet hands 1 / (scale * batch size) to its kernels as
-    # decimal digits, which it reads with an error of up to one unit in the last place.
+    # The batch size is a power of two: MXNet hands 1 / (scale * batch size) to its kernels as digits,
+    # which it reads with an error of up to one unit in the last place.
     options: dict[str, Any] = {"momentum": 0.9, "wd": 0.01, "learning_rate": 0.1}
     scaled = GluonWeight(gs.Dynamic(init_scale=2.0**16, growth_interval=3), optimizer=options)
     plain = GluonWeight(gs.Off(), optimizer=options)
