@@ -116,8 +116,8 @@ def test_float16_loss_is_scaled_in_float32() -> None:
 
 
 def test_weights_are_those_of_training_without_a_scale_on_the_applied_steps() -> None:
-    # The batch size is a power of two: MXNet hands 1 / (scale * batch size) to its kernels as digits,
-    # which it reads with an error of up to one unit in the last place.
+    # The batch size is a power of two: MXNet hands 1 / (scale * batch size) to its kernels in
+    # decimal digits, which it reads with an error of up to one unit in the last place.
     options: dict[str, Any] = {"momentum": 0.9, "wd": 0.01, "learning_rate": 0.1}
     scaled = GluonWeight(gs.Dynamic(init_scale=2.0**16, growth_interval=3), optimizer=options)
     plain = GluonWeight(gs.Off(), optimizer=options)
