@@ -7,6 +7,7 @@ STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
 PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
 KERAS := .venv-keras
+PINNED_TESTS := $(shell grep -E '^(hypothesis|pytest)==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
 .PHONY: demo test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
@@ -90,6 +91,18 @@ $(COMPAT)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,demo]" hypothesis jax keras "numpy<2.4" \
 		pytest pytest-xdist pytorch-optimizer torchao triton
+	touch $@
+
+# The tests of gradscale.compat.mxnet, which `make test` skips. They need an environment of their own:
+# MXNet 1.x is the last that there is, and imports with numpy up to 1.23 only, so with Python up to
+# 3.11. It takes 300 MB.
+test-mxnet: .venv-mxnet/.installed
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 .venv-mxnet/bin/pytest --hypothesis-profile=fixed \
+		tests/compat/mxnet
+
+.venv-mxnet/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv .venv-mxnet
+	.venv-mxnet/bin/pip install -qq -e ".[mxnet]" mxnet==1.9.1 numpy==1.23.5 $(PINNED_TESTS)
 	touch $@
 
 clean:

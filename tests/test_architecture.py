@@ -63,7 +63,7 @@ RULES = {
     "keras.replicas": Rule(BELOW_ENGINES, {"keras", "tensorflow"}),
     "compat": Rule(
         BELOW_ENGINES | ENGINES,
-        {"torch", "jax", "numpy", "flax", "equinox", "keras", "tensorflow", "deepspeed"},
+        {"torch", "jax", "numpy", "flax", "equinox", "keras", "tensorflow", "deepspeed", "mxnet"},
     ),
     "plugins": Rule(
         BELOW_ENGINES | ENGINES,

@@ -1,4 +1,4 @@
-"""Importing the names of a JAX library where a package is not installed."""
+"""Importing the names of another library where a package is not installed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ def imported_without(monkeypatch: pytest.MonkeyPatch, module: str, missing: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "missing", "extra"),
+    ("name", "missing", "needed", "extra"),
     [
-        ("jmp", "jax", "jax"),
-        ("flax", "jax", "jax"),
-        ("mpx", "jax", "equinox"),
-        ("mpx", "equinox", "equinox"),
+        ("jmp", "jax", "JAX", "jax"),
+        ("flax", "jax", "JAX", "jax"),
+        ("mpx", "jax", "JAX", "equinox"),
+        ("mpx", "equinox", "JAX", "equinox"),
+        ("mxnet", "mxnet", "MXNet", "mxnet"),
     ],
 )
 def test_what_is_missing_is_named_with_its_extra(
-    name: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
+    name: str, missing: str, needed: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = rf"gradscale\.compat\.{name} needs JAX.*pip install \"gradscale\[{extra}\]\""
+    message = rf"gradscale\.compat\.{name} needs {needed}.*pip install \"gradscale\[{extra}\]\""
     with pytest.raises(ImportError, match=message) as caught:
         imported_without(monkeypatch, f"gradscale.compat.{name}", missing)
     assert caught.value.name == missing
