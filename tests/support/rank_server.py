@@ -7,6 +7,7 @@ for ever for a lock that another one held. No tensor is computed here, and nothi
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+import quick_interpreter
 from ranks import join
 
 # What torch imports when it is first used: 900 modules, for which every rank would take seconds.
@@ -133,4 +135,7 @@ def wait(pids: list[int], limit: float) -> tuple[list[int | None], list[int], li
 if __name__ == "__main__":
     for name in LATER:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter.install()
+    gc.freeze()  # ranks do not search what was imported here
     serve(Connection(int(sys.argv[1])))
