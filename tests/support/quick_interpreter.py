@@ -6,6 +6,7 @@ prepared already: half of the time of a kernel, and no difference to what it com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,18 @@ def install() -> None:
     if plain is None or getattr(plain, "looks_first", False):
         return
     language = interpreter.tl
-    both, nothing = (language, language.core), _Nothing()
+    nothing, is_builtin = _Nothing(), language.core.is_builtin
+
+    @functools.cache
+    def modules(function: Any) -> list[Any]:
+        """Those of the language that `function` may use, and the first in any case."""
+        names = list(function.__globals__.values())
+        return [language, *(each for each in [language.core] if any(each is n for n in names))]
 
     def patch(function: Any) -> Any:
-        names = list(function.__globals__.values())
         # What is prepared is marked as a builtin no longer. Functions of the language's own library
         # use the second module, and a launch puts back the first alone.
-        seen = [each for each in both if any(each is name for name in names)]
-        if not any(language.core.is_builtin(each.load) for each in (language, *seen)):
+        if not any(is_builtin(each.load) for each in modules(function)):
             return nothing
         return plain(function)
 
