@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import quick_interpreter
 import their_warnings
 
 # Read when the frameworks are first imported, so they are set before any test module is.
@@ -65,6 +67,8 @@ def no_cuda() -> str | None:
 if no_cuda():
     # Kernels run in Triton's interpreter, which must be asked for before they are defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick_interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,6 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is imported by now to itself: a search for cycles in it takes 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Undoes it: extensions complain of what is still there when Python ends."""
+    gc.unfreeze()
 
 
 @pytest.fixture

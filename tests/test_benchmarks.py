@@ -192,13 +192,6 @@ def test_calls_are_counted_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calls.Tracer().run(lambda: torch.ones(1).sum()) == calls.Count(0, 0, 0)
 
 
-@pytest.mark.parametrize("loop", calls.LOOPS)
-def test_calls_of_an_iteration_are_counted(loop: str) -> None:
-    found = calls.count(loop)
-    assert found.calls > found.files > 1
-    assert found.jumps >= found.files - 1
-
-
 def test_every_case_of_host_is_compared_and_nothing_is_left_behind(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch_has
 from gradscale.torch import features
 from pages import run_page
+from programs import run_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -25,11 +24,10 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
 def run_example(path: Path) -> str:
     """What an example prints; the test fails if the example does, or if it warns."""
-    command = [sys.executable, "-W", "error", str(path)]
     # One thread: their networks are small, and threads that wait for a busy core take ten times as
     # long (2 cores, shared).
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = run_python("-W", "error", path, cwd=ROOT, env=env, limit=120)
     if done.returncode:
         pytest.fail(f"{path.name} exited with {done.returncode}:\n{done.stderr}")
     return done.stdout

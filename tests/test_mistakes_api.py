@@ -10,8 +10,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from gradscale import Dynamic, GradStats, SettingError, StateError
 from one_weight import HUGE, OURS, TORCH, Kind, Run, line, outcome
+from programs import run_python
 
 
 def reported_by_step(kind: Kind) -> list[Any]:
@@ -75,9 +74,8 @@ print(*set(vars(optimizer)) - set(before[-1]))
 
 def test_nothing_of_torch_or_the_optimizer_is_patched() -> None:
     # apex replaces functions of torch and optimizer.step, accelerate optimizer.step.
-    command = [sys.executable, "-c", FIND_PATCHES]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    done = run_python("-c", FIND_PATCHES, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 

@@ -1,4 +1,7 @@
-"""The process that ranks.py forks ranks from: torch is imported here, once.
+"""The process that ranks.py forks ranks and programs from: torch is imported here, once.
+
+Ranks are forked from a process that was forked from it, which imports test files and so our
+library; programs have to import that themselves.
 
 It has one thread, and must: a forked process has only the thread that forked it, and would wait
 for ever for a lock that another one held. No tensor is computed here, and nothing on a GPU.
@@ -7,6 +10,7 @@ for ever for a lock that another one held. No tensor is computed here, and nothi
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -14,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +26,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+import programs
+import quick_interpreter
 from ranks import join
 
 # What torch imports when it is first used: 900 modules, for which every rank would take seconds.
@@ -33,6 +40,55 @@ DUMP = 1.0
 
 
 def serve(link: Connection) -> None:
+    """Runs the programs and the checks that come by `link`, until it is closed."""
+    ranks: Connection | None = None
+    while True:
+        try:
+            request = link.recv()
+        except EOFError:
+            return
+        if isinstance(request, programs.Program):
+            links = [link, ranks] if ranks else [link]
+            link.send(run(request, links))
+            continue
+        ranks = ranks or fork_server(link)
+        ranks.send(request)
+        try:
+            link.send(ranks.recv())
+        except EOFError:  # it has died, and who waits for an answer is to notice
+            return
+
+
+def fork_server(link: Connection) -> Connection:
+    """A link to a process that runs checks."""
+    here, there = Pipe()
+    if os.fork() == 0:
+        link.close()
+        here.close()
+        serve_checks(there)
+        os._exit(0)
+    there.close()
+    return here
+
+
+def run(program: programs.Program, links: list[Connection]) -> int | None:
+    """The exit status of a program; None if it had to be ended."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        programs.be(program, links)
+    until, pause = time.monotonic() + program.limit, 0.005
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(pause)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def serve_checks(link: Connection) -> None:
     """Runs the checks that come by `link`, until it is closed."""
     while True:
         try:
@@ -85,6 +141,7 @@ def be(
     try:
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
         faulthandler.register(signal.SIGUSR1)
+        os.environ["RANKS_FOLDER"] = str(folder)
         join(folder / f"{check}-store", *place)
         getattr(module, f"check_{check}")()
         dist.barrier()
@@ -133,4 +190,8 @@ def wait(pids: list[int], limit: float) -> tuple[list[int | None], list[int], li
 if __name__ == "__main__":
     for name in LATER:
         importlib.import_module(name)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter.install()
+    gc.freeze()  # ranks do not search what was imported here
     serve(Connection(int(sys.argv[1])))
+    os._exit(0)  # freeing all of torch takes a second

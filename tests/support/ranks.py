@@ -8,7 +8,8 @@ A test file has functions `check_this()` and `check_that()`, and one pytest item
 
 Importing torch takes longer than most checks do, so ranks are forked from a server that has
 imported it (rank_server.py), one server for a pytest process and an environment. Every check
-gets processes and a process group of its own: what it changes or breaks ends with it.
+gets processes and a process group of its own: what it changes or breaks ends with it. The folder
+that the test gave is RANKS_FOLDER in the environment.
 
 `start_ranks()` starts the test file itself as a script instead, once for each rank; there it
 calls `be_a_rank(globals())`. That is for a GPU, which a forked process cannot use.
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: else gloo may abort at the end
 
+import programs
 import their_warnings
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,11 @@ def on_ranks(world: int, checks: str) -> list[tuple[str, int]]:
 def fork_ranks(file: str, check: str, world: int, folder: Path, **how: int) -> Ended:
     """How `check_<check>()` of a test file ended; `how` are `patience` and `limit`."""
     return _server({}).run(file, check, world, folder, **how)
+
+
+def run_program(program: programs.Program) -> int | None:
+    """The exit status of a program; None if it was still running at its limit."""
+    return _server({}).run_program(program)
 
 
 def run_check(file: str, check: str, world: int, folder: Path, **settings: str) -> None:
@@ -196,6 +203,12 @@ class Server:
             error = f"no answer: {broken!r}"
         self.close()
         return Ended([None] * world, f"The process that ranks are forked from gave {error}.")
+
+    def run_program(self, program: programs.Program) -> int | None:
+        """The exit status of a program; None if it was still running at its limit."""
+        self._link.send(program)
+        code: int | None = self._link.recv()
+        return code
 
     def close(self) -> None:
         """Ends the process."""

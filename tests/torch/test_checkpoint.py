@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gradscale.torch import GradScaler, checkpoint
+from programs import run_python
 
 DIES_WRITING = """
 import os, signal, sys, torch
@@ -50,7 +49,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_process_that_dies_writing_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     checkpoint.save(path, {"step": 1})
-    done = subprocess.run([sys.executable, "-c", DIES_WRITING, str(path)])
+    done = run_python("-c", DIES_WRITING, path)
     assert done.returncode == -9
     (left,) = tmp_path.glob(".run.pt.*.part")  # it really died in the middle
     with pytest.raises(RuntimeError):

@@ -6,8 +6,6 @@ import copy
 import gc
 import math
 import pickle
-import subprocess
-import sys
 import threading
 import tracemalloc
 import weakref
@@ -28,6 +26,7 @@ from gradscale.torch import GradScaler, MixedPrecision
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
 from gradscale.torch.grads import dispatch as kernels
 from gradscale.torch.telemetry.transport import Layout
+from programs import run_python
 from tensors import Fails
 
 
@@ -536,15 +535,7 @@ print(w.tolist(), copy.get_scale(), float(outcome.grad_norm), outcome.verdict())
     ],
 )
 def test_defaults_of_torch_do_not_reach_the_engine(trap: str) -> None:
-    runs = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", LOOP.format(trap=line)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for line in ("", trap)
-    ]
+    runs = [run_python("-W", "ignore", "-c", LOOP.format(trap=line)) for line in ("", trap)]
     assert runs[0].stdout.startswith("[-12.0, -16.0]"), runs[0].stderr
     assert runs[1].stdout == runs[0].stdout, runs[1].stderr
 

@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.util
 import math
-import subprocess
 import sys
 import types
 from typing import Any
@@ -19,6 +18,7 @@ import gradscale.compat.apex as compat
 from gradscale.compat.apex import amp, fp16_utils, larc, optimizers, parallel
 from gradscale.compat.apex.fp16_utils import FP16_Optimizer
 from gradscale.errors import CallOrderError, SettingError, StateError
+from programs import run_python
 
 pytestmark = pytest.mark.usefixtures("fresh_amp")
 HALF, FLOAT = torch.float16, torch.float32
@@ -41,7 +41,8 @@ def test_import_alone_changes_nothing() -> None:
         "import gradscale.compat.apex; "
         "assert 'apex' not in sys.modules; assert before == (torch.mm, nn.Module.__call__)"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+    done = run_python("-W", "error", "-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_installed_names_can_be_imported_in_every_way() -> None:

@@ -11,8 +11,6 @@ import gzip
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +20,7 @@ import torch
 from torch import nn
 
 from gradscale.demo.digits import FILE
+from programs import run_python
 
 SCRIPT = Path(__file__).with_name("apex_script.py")
 STEPS, BAD = 40, 7
@@ -69,9 +68,8 @@ def run_script(folder: Path, *runs: list[str]) -> list[Curve]:
     ]
     # Which torch 2.4 and 2.5 say at every torch.load(path).
     known = "ignore:You are using `torch.load`:FutureWarning"
-    command = [sys.executable, "-W", "error", "-W", known, "-c", RUN, str(SCRIPT), *given]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = run_python("-W", "error", "-W", known, "-c", RUN, SCRIPT, *given, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     return [Curve(**json.loads(log.read_text())) for log in logs]

@@ -32,8 +32,16 @@ WITHOUT_DTENSORS = (
 ON_FOUR = (shared_models.hsdp, shared_models.hybrid, shared_models.grid)
 
 
+def check_pairs() -> None:
+    check_cells(ON_TWO, pairs_only=True)
+
+
 def check_matrix() -> None:
     check_cells(ON_TWO)
+
+
+def check_grid_pairs() -> None:
+    check_cells(ON_FOUR, ways=("apply",), pairs_only=True)
 
 
 def check_grid() -> None:
@@ -65,7 +73,17 @@ def check_faulty() -> None:
         check_cells([skewed], ["none"], ["step"])
 
 
-@pytest.mark.parametrize(("check", "world"), [("matrix", 2), ("grid", 4), ("faulty", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        ("pairs", 2),
+        ("grid_pairs", 4),
+        ("faulty", 2),
+        pytest.param("matrix", 2, marks=pytest.mark.soak),
+        pytest.param("grid", 4, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_every_way_to_share_a_model(check: str, world: int, tmp_path: Path) -> None:
     run_check(__file__, check, world, tmp_path)
 

@@ -1,6 +1,6 @@
 """Ranks that die and come back, and checkpoints that another number of ranks loads.
 
-As a script under torchrun, `test_restart.py FOLDER WHAT`.
+As a script, `test_restart.py FOLDER RESTARTS`, it trains under the agent of torchrun.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed.nn.functional  # before there is a group: else gloo may
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradscale as gs
@@ -46,7 +46,11 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def elastic(folder: Path, kills: bool) -> None:
     """Trains with DDP; one rank kills itself in the middle of a step, the first time."""
-    rank = dist.get_rank()
+    torch.set_num_threads(1)
+    rank, count = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    # A file for every start: in torchrun's own store (torch 2.13) gloo sometimes finds the
+    # addresses of ranks that have died.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{count}", rank=rank, world_size=2)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     policy = gs.Dynamic(init_scale=2.0**10, growth_interval=3)
@@ -63,7 +67,7 @@ def elastic(folder: Path, kills: bool) -> None:
         with mp.autocast():
             loss = loss_of(wrapped, part_of_batch(step))
         mp.backward(loss)
-        if kills and step == 12 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if kills and step == 12 and rank == 1 and count == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 7 and rank == 0:
             model[0].weight.grad[0, 0] = float("inf")
@@ -78,12 +82,23 @@ def elastic(folder: Path, kills: bool) -> None:
     told = repr((losses, mp.scaler.state_dict(), [p.tolist() for p in model.parameters()]))
     digest = hashlib.sha256(told.encode()).hexdigest()
     (folder / f"{rank}.txt").write_text(digest)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def sharded(folder: Path, load: bool) -> None:
+def check_saves() -> None:
+    sharded(load=False)
+
+
+def check_loads() -> None:
+    sharded(load=True)
+
+
+def sharded(load: bool) -> None:
     """Trains with FSDP2; saves in the middle, or loads what was saved and goes on."""
     from torch.distributed.fsdp import fully_shard  # of torch 2.6
 
+    folder = Path(os.environ["RANKS_FOLDER"])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = net()
     for layer in (model[0], model[2], model):
@@ -125,41 +140,45 @@ def sharded(folder: Path, load: bool) -> None:
         (folder / f"{dist.get_world_size()}.json").write_text(json.dumps(told))
 
 
-def torchrun(folder: Path, what: str, world: int, restarts: int = 0) -> None:
-    """Runs `what` on so many ranks."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command = [sys.executable, *launch, f"--max-restarts={restarts}", __file__, str(folder), what]
-    env = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[3],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
+def torchrun(folder: Path, restarts: int) -> None:
+    """Trains under an agent that starts the ranks again so often; dies so often."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="fork",  # torch is imported
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    elastic_launch(config, elastic)(folder, restarts > 0)
 
 
 def test_a_rank_that_is_killed_comes_back(tmp_path: Path) -> None:
+    from programs import run_python  # not at the top: the script is this file too
+
     digests = []
-    for what, restarts in (("elastic", 0), ("elastic-kills", 1)):
-        folder = tmp_path / what
+    for restarts in (0, 1):
+        folder = tmp_path / str(restarts)
         folder.mkdir()
-        torchrun(folder, what, 2, restarts)
+        done = run_python(__file__, folder, restarts, cwd=Path(__file__).parents[3])
+        assert done.returncode == 0, done.stderr[-4000:]
         digests.append([(folder / f"{rank}.txt").read_text() for rank in range(2)])
     assert digests[0] == digests[1]
     assert digests[0][0] == digests[0][1]
 
 
 def test_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
-    import torch_has  # not at the top: the ranks run this file as a script
+    import torch_has
+    from ranks import run_check
 
     torch_has.fsdp2_on_the_cpu()
-    torchrun(tmp_path, "sharded", 4)
+    run_check(__file__, "saves", 4, tmp_path)
     expected = json.loads((tmp_path / "4.json").read_text())
     for world in (2, 1):
-        torchrun(tmp_path, "sharded-load", world)
+        (tmp_path / "loads-store").unlink(missing_ok=True)
+        run_check(__file__, "loads", world, tmp_path)
         told = json.loads((tmp_path / f"{world}.json").read_text())
         assert told["scales"] == expected["scales"]
         assert told["after"] == expected["after"]
@@ -170,16 +189,4 @@ def test_another_number_of_ranks_loads_it(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    where, job = Path(sys.argv[1]), sys.argv[2]
-    # A file for every start: in torchrun's own store (torch 2.13) gloo sometimes finds the
-    # addresses of ranks that have died.
-    this, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = f"file://{where}/{job}-{size}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    dist.init_process_group("gloo", init_method=store, rank=this, world_size=size)
-    if job.startswith("elastic"):
-        elastic(where, job.endswith("kills"))
-    else:
-        sharded(where, job.endswith("load"))
-    dist.barrier()
-    dist.destroy_process_group()
+    torchrun(Path(sys.argv[1]), int(sys.argv[2]))

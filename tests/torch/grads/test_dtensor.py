@@ -24,13 +24,23 @@ from gradscale.torch.grads.dtensor import lay_out, local, local_grad, locals_of
 from gradscale.torch.optim import SGD, AdamW, Lion
 from gradscale.torch.optim.fused import FusedStep
 from ranks import everyone, on_ranks, run_check
-from sharded_names import Replicate, Shard, distribute_tensor
-from shared_models import OPTIMIZERS, batch, fsdp2, given, loss_of, mixed_placements
+from sharded_names import Replicate, Shard, distribute_tensor, fully_shard
+from shared_models import OPTIMIZERS, batch, given, loss_of, mixed_placements
 
 pytest.importorskip("triton", minversion="3.4")
 
 
 def check_kernels() -> None:
+    """Raises if kernels do not step parts, summands and copies as torch does."""
+    step_by_kernels(mixed_placements)
+
+
+def check_kernels_of_copies() -> None:
+    """Raises if kernels do not step what every rank has as torch does."""
+    step_by_kernels(given)
+
+
+def step_by_kernels(setup: Any) -> None:
     """Raises if kernels, which must be those that step, do not step as torch does."""
     warnings.simplefilter("ignore", RuntimeWarning)  # of overflows in the interpreter
     with (
@@ -39,9 +49,8 @@ def check_kernels() -> None:
         mock.patch.object(rank_matrix, "OPTIMIZERS", {"ours": OPTIMIZERS["ours"]}),
         _written_by_kernels() as reports,
     ):
-        setups = [mixed_placements, given]
-        rank_matrix.check_cells(setups, ["inf"], ["apply"])  # one step of six
-    assert len(reports) == 6 * len(setups)
+        rank_matrix.check_cells([setup], ["inf"], ["apply"])  # one step of six
+    assert len(reports) == 6
 
 
 def check_mixed_paths() -> None:
@@ -67,25 +76,27 @@ def check_mixed_paths() -> None:
 def check_optimizers() -> None:
     """Raises if one of our optimizers, in any format, does not step shards as torch's path does."""
     warnings.simplefilter("ignore", RuntimeWarning)  # of overflows in the interpreter
+    mesh = init_device_mesh("cpu", (2,))
     for make in (AdamW, SGD, Lion):
         for dtype in (torch.float32, torch.float16):
             for master in ("float32", "split") if dtype is torch.float16 else ("float32",):
                 results = []
                 for path in ("triton", "reference"):
-                    setup = fsdp2()
-                    setup.call.to(dtype)
-                    optimizer: Any = make(setup.call.parameters(), lr=0.1, master=master)
+                    torch.manual_seed(0)
+                    model = nn.Linear(8, 8, dtype=dtype)
+                    fully_shard(model, mesh=mesh)
+                    optimizer: Any = make(model.parameters(), lr=0.1, master=master)
                     scaler = GradScaler("cpu", init_scale=2.0**4)
-                    versions = [param._version for param in setup.call.parameters()]
+                    versions = [param._version for param in model.parameters()]
                     with kernels.use(path):
                         # Lion goes by signs, which another rounding before may turn.
                         for step in range(1 if make is Lion else 2):
-                            scaler.backward(loss_of(setup.call, batch(step).to(dtype)))
+                            scaler.backward(loss_of(model, batch(step).to(dtype)))
                             assert scaler.apply(optimizer).applied
                     assert (optimizer._fused._launch_plan is not None) == (path == "triton")
-                    for param, before in zip(setup.call.parameters(), versions, strict=True):
+                    for param, before in zip(model.parameters(), versions, strict=True):
                         assert param._version > before
-                    results.append([p.full_tensor().float() for p in setup.call.parameters()])
+                    results.append([p.full_tensor().float() for p in model.parameters()])
                 for one, other in zip(*results, strict=True):
                     # Steps of 0.1 at most, each rounded differently by a few units.
                     unit = torch.finfo(dtype).eps * other.abs().max().clamp(min=1)
@@ -153,6 +164,13 @@ def test_plain_tensors_are_all_here() -> None:
     assert local_grad(param) is param.grad
 
 
-@pytest.mark.parametrize(("check", "world"), on_ranks(2, "kernels mixed_paths optimizers layouts"))
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        *on_ranks(2, "kernels mixed_paths optimizers layouts"),
+        # The copies of `mixed_paths` are stepped by kernels too, for three steps.
+        pytest.param("kernels_of_copies", 2, marks=pytest.mark.soak),
+    ],
+)
 def test_on_two_ranks(check: str, world: int, tmp_path: Path) -> None:
     run_check(__file__, check, world, tmp_path, TRITON_INTERPRET="1")

@@ -1,8 +1,8 @@
 """A run that is killed goes on bit for bit, in every mode.
 
 As a script, `python test_precision_killed.py CHECKPOINT [DIES]` trains in all modes at once, saves
-every few steps and says at the end what came of it. `DIES` is the step after which it waits to be
-killed, or "writing": then it kills itself in the middle of its second checkpoint.
+every few steps and says at the end what came of it. `DIES` is the step after which it kills itself,
+or "writing": then it does so in the middle of its second checkpoint.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def train(path: Path, dies: str | None) -> str:
             spoilt = 1e30 if step % 7 == 3 else 1.0  # skipped in float16
             mp.run(partial(loss_of, mp, x, spoilt), retries=1)
         if dies == str(step):
-            sys.stdout.write("ready\n")
-            sys.stdout.flush()
-            sys.stdin.read()  # until it is killed
+            os.kill(os.getpid(), signal.SIGKILL)
         if (step + 1) % EVERY == 0:
             if dies == "writing" and path.exists():
                 die_writing()
@@ -112,46 +110,37 @@ def die_writing() -> None:
     torch.save = half  # type: ignore[assignment]
 
 
-def start(path: Path, *dies: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", __file__, str(path), *dies]
-    where = Path(__file__).parents[3]
-    env = {**os.environ, "PYTHONPATH": "."}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=where, stdin=pipe, stdout=pipe, text=True, env=env)
+def run(path: Path, *dies: str) -> subprocess.CompletedProcess[str]:
+    from programs import run_python  # not at the top: the script is this file too
+
+    return run_python("-W", "error", __file__, path, *dies, cwd=Path(__file__).parents[3])
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return finish(start(tmp_path_factory.mktemp("undisturbed") / "run.pt"))
+    return finish(tmp_path_factory.mktemp("undisturbed") / "run.pt")
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0
-    assert len(said.strip()) == 64
-    return said
+def finish(path: Path) -> str:
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) == 64
+    return done.stdout
 
 
 def test_killed_in_the_middle(tmp_path: Path, undisturbed: str) -> None:
     path = tmp_path / "run.pt"
-    process = start(path, "9")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert run(path, "9").returncode == -signal.SIGKILL
     assert checkpoint.load(path)["step"] == 8
-    assert finish(start(path)) == undisturbed
+    assert finish(path) == undisturbed
 
 
 def test_killed_while_writing(tmp_path: Path, undisturbed: str) -> None:
     path = tmp_path / "run.pt"
-    process = start(path, "writing")
-    process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL
+    assert run(path, "writing").returncode == -signal.SIGKILL
     assert list(tmp_path.glob(".run.pt.*.part"))
     assert checkpoint.load(path)["step"] == 4
-    assert finish(start(path)) == undisturbed
+    assert finish(path) == undisturbed
     assert not list(tmp_path.glob(".run.pt.*.part"))
 
 

@@ -199,7 +199,7 @@ def test_masters_go_the_way_of_float32_weights(kind: Any, mode: str, dtype: torc
     plain = start.float().requires_grad_()
     other = start.clone().requires_grad_()
     ours, wide, torchs = kind([half], master=mode), kind([plain]), kind([other], master=mode)
-    for _ in range(5):
+    for _ in range(3):
         grad = torch.randn(5000, generator=generator).to(dtype).to(HERE)
         half.grad, plain.grad, other.grad = grad, grad.float(), grad.clone()
         with kernels.use("triton"):
@@ -209,7 +209,7 @@ def test_masters_go_the_way_of_float32_weights(kind: Any, mode: str, dtype: torc
             torchs.step()
     whole = masters.master_of(half.detach(), ours.state[half])
     # A split float16 is off by 2**-40 in every step where it is small.
-    limit = 5 * 2.0**-40 if mode == "split" and dtype is torch.float16 else 0.0
+    limit = 3 * 2.0**-40 if mode == "split" and dtype is torch.float16 else 0.0
     assert float((whole - plain.detach()).abs().max()) <= limit
     assert same(
         half.detach(),
@@ -224,12 +224,12 @@ def test_masters_go_the_way_of_float32_weights(kind: Any, mode: str, dtype: torc
 @pytest.mark.parametrize("mode", MODES)
 def test_small_steps_add_up(mode: str, path: str) -> None:
     w = torch.ones(8, dtype=torch.float16, device=HERE, requires_grad=True)
-    optimizer = optim.SGD([w], lr=2.0**-14, master=mode)  # a quarter of the distance to the next
-    for _ in range(16):
+    optimizer = optim.SGD([w], lr=2.0**-14, master=mode)  # an eighth of the distance to the next
+    for _ in range(8):
         w.grad = torch.ones_like(w)
         with kernels.use(path):
             optimizer.step()
-    assert w.tolist() == [1.0 - 2.0**-10] * 8
+    assert w.tolist() == [1.0 - 2.0**-11] * 8
 
 
 @pytest.mark.parametrize("path", ["triton", "reference"])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from gradscale.torch.grads import dispatch as kernels
 from gradscale.torch.grads.fields import REPORT, SUMMARY, offset
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@settings(max_examples=30 if HERE == "cpu" else 100)  # test_fold.py has the rules themselves
 @given(ROWS)
 def test_every_word_is_folded_by_its_rule(rows: Rows) -> None:
     check_fold(kernels.module("consensus").fold, rows, HERE)

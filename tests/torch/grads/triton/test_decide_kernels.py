@@ -212,8 +212,16 @@ def check(policy: Policy, kind: int, history: list[Step], patience: int = 1) -> 
         assert later.seen(decision) == everything
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        # Every policy, and every kind of loss with one policy of each rule that is moved by it.
+        pytest.param(policy, kind, id=f"{policy}-{kind}", marks=() if usual else pytest.mark.soak)
+        for policy in POLICIES
+        for kind in KINDS
+        for usual in [kind == packed.LOSS_RAW or policy in (POLICIES[2], POLICIES[5])]
+    ],
+)
 def test_a_short_history_is_that_of_the_policy(policy: Policy, kind: int) -> None:
     losses = (1.0, math.nan, -math.inf, 1.0)
     sizes = (1.0, 2.0**-30, math.inf, math.nan)
