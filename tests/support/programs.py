@@ -15,8 +15,10 @@ import builtins
 import os
 import re
 import runpy
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
@@ -107,6 +109,8 @@ def _run(program: Program, links: list[Connection]) -> None:
     elif kind == "-m":
         first = program.cwd
     sys.path[:] = [first, *given, *paths]
+    # An editable install whose folder was in our PYTHONPATH has been left out above.
+    site.addsitedir(sysconfig.get_path("purelib"))
     if kind == "-m":
         sys.argv = args[1:]
         runpy.run_module(args[1], run_name="__main__", alter_sys=True)
