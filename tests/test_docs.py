@@ -102,6 +102,8 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "jax_optax.py": partial(pytest.importorskip, "optax"),
     "jax_sharded.py": partial(pytest.importorskip, "optax"),
     "lightning.md": partial(pytest.importorskip, "lightning"),
+    "qat.md": partial(pytest.importorskip, "onnxruntime"),
+    "qat_tensorrt.py": partial(pytest.importorskip, "onnxruntime"),
     "transformers.md": partial(pytest.importorskip, "transformers"),
     "trainer_lora.py": partial(pytest.importorskip, "peft"),
     "fsdp2.py": torch_has.fsdp2_on_the_cpu,
