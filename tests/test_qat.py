@@ -17,9 +17,6 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytest.importorskip("torchao")
 
-# torch's exporter deep-copies what torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
-
 EXAMPLE = Path(__file__).parents[1] / "examples/qat_tensorrt.py"
 
 
