@@ -44,6 +44,8 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "jax_optax.py": partial(pytest.importorskip, "optax"),
     "jax_sharded.py": partial(pytest.importorskip, "optax"),
     "lightning.md": partial(pytest.importorskip, "lightning"),
+    "qat.md": partial(pytest.importorskip, "onnxruntime"),
+    "qat_tensorrt.py": partial(pytest.importorskip, "onnxruntime"),
     "transformers.md": partial(pytest.importorskip, "transformers"),
     "trainer_lora.py": partial(pytest.importorskip, "peft"),
     "fsdp2.py": torch_has.fsdp2_on_the_cpu,
@@ -60,7 +62,13 @@ def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run_page(path, features.COMPILES_OPERATORS)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def soaked(path: Path) -> Any:
+    """`path` as a parameter, in `make soak` alone if it is long: its parts run elsewhere then."""
+    long = path.name == "qat_tensorrt.py"  # tests/test_qat.py
+    return pytest.param(path, marks=[pytest.mark.soak] if long else [])
+
+
+@pytest.mark.parametrize("path", map(soaked, EXAMPLES), ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
     NEEDS.get(path.name, lambda: None)()
     assert run_example(path)
