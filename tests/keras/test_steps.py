@@ -88,7 +88,7 @@ def test_operations_one_by_one_are_the_compiled_ones() -> None:
     found = []
     for compiled in (True, False):
         inner = keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer = LossScaleOptimizer(inner, policy=gs.Headroom())
+        optimizer = LossScaleOptimizer(inner, policy=gs.Dynamic(growth_interval=2))
         model = variables()
         steps = Steps(optimizer, model, compiled=compiled)
         for grads in history(2, 6):
