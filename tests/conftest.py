@@ -26,6 +26,9 @@ os.environ.setdefault(
     "--xla_llvm_disable_expensive_passes=true --xla_allow_excess_precision=false",
 )
 
+# torch's compiler believes the CPU which vectors it has, instead of compiling programs to see.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A script, run by `make mutants`, and what test files import (`pythonpath` in pyproject.toml makes
 # that work): the doctest collector would import the first, and the second once more.
 collect_ignore = ["mutants.py", "support"]

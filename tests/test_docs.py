@@ -27,10 +27,42 @@ def run_example(path: Path) -> str:
     # One thread: their networks are small, and threads that wait for a busy core take ten times as
     # long (2 cores, shared).
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = run_python("-W", "error", path, cwd=ROOT, env=env, limit=120)
+    # torchrun itself starts one of them: it is the same for all, by a test below.
+    program = ["-c", RANKS, path] if path in ON_RANKS[1:] else [path]
+    done = run_python("-W", "error", *program, cwd=ROOT, env=env, limit=120)
     if done.returncode:
         pytest.fail(f"{path.name} exited with {done.returncode}:\n{done.stderr}")
     return done.stdout
+
+
+def start_of(path: Path) -> str:
+    """The last lines of an example: how it is started."""
+    return path.read_text(encoding="utf-8").split('if __name__ == "__main__":\n')[1]
+
+
+ON_RANKS = [path for path in EXAMPLES if "torch.distributed.run" in start_of(path)]
+"""Those that start themselves again with torchrun."""
+RANKS = """
+import os, runpy, socket, sys
+with socket.socket() as free:
+    free.bind(("localhost", 0))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
+os.environ["WORLD_SIZE"] = "2"
+children = []
+for rank in ("0", "1"):
+    children.append(os.fork())
+    if not children[-1]:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        runpy.run_path(sys.argv[1], run_name="__main__")
+        sys.exit()
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+"""What torchrun does, in processes that need not import torch once more."""
+
+
+def test_examples_on_ranks_start_in_the_same_way() -> None:
+    assert len(ON_RANKS) == 3
+    assert len({start_of(path) for path in ON_RANKS}) == 1
 
 
 NEEDS: dict[str, Callable[[], Any]] = {

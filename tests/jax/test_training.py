@@ -118,7 +118,15 @@ def losses(model: Model, dtype: str, *scales: float) -> Any:
     return [np.asarray(train(keys, jnp.float32(scale))) for scale in scales]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    # Seconds each, in XLA's compiler. Models of the others learn in tests/compat and examples/.
+    [
+        "plain",
+        "nnx",
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("linen", "equinox")),
+    ],
+)
 def test_float16_learns_as_float32_with_a_scale_and_not_at_all_without(kind: str) -> None:
     model = MODELS[kind]()
     (exact,) = losses(model, "float32", 1.0)

@@ -299,7 +299,7 @@ def check_soak(steps: int = 10_000) -> None:
 
 
 def check_short_soak() -> None:
-    check_soak(1_000)
+    check_soak(500)
 
 
 def check_calibrate() -> None:

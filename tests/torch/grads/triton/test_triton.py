@@ -211,7 +211,7 @@ def test_the_same_gradients_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "every"),
-    [(90, 4), *(pytest.param(each, 1, marks=pytest.mark.soak) for each in (90, 80, 75, 70))],
+    [(90, 8), *(pytest.param(each, 1, marks=pytest.mark.soak) for each in (90, 80, 75, 70))],
 )
 def test_every_kernel_compiles_for_a_gpu(capability: int, every: int) -> None:
     program = Path(__file__).parents[3] / "support/compile_kernels.py"
