@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradscale.checkpoints import format as checkpoints
-from gradscale.checkpoints.policies import patient, policy_of, settings_of, state_of
+from gradscale.checkpoints.numbers import Counts, written
+from gradscale.checkpoints.policies import patient, policy_of, state_of
 from gradscale.errors import SettingError, StateError, StuckError, caller_level
 from gradscale.monitor import Tracker, as_on_stuck, stuck_message, verdict
 from gradscale.policy import Dynamic, GradStats, Off, Policy, Static, as_policy
@@ -70,14 +71,8 @@ class HostScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The checkpoint: torch's five keys and a block "gradscale", fit for JSON."""
-        saved = checkpoints.Saved(
-            type(self.policy).__name__,
-            settings_of(self.policy),
-            self.state._asdict(),
-            {"bad_losses": 0, "steps": self.steps},
-            skipped_in_a_row=(self.skipped_in_a_row,) if self.skipped_in_a_row else (),
-        )
-        return checkpoints.write(saved)
+        counts = Counts(self.skipped_in_a_row, self.steps)
+        return written(self.policy, self.state._asdict(), counts)
 
     def load_state_dict(self, state: Mapping[str, Any], settings: bool = True) -> None:
         """Takes over a checkpoint of any engine, or of a peer that gradscale reads.

@@ -11,8 +11,9 @@
                 autograd.backward(scaled_loss)
         trainer.step(batch_size)
 
-`Trainer.step` and `Trainer.update` ask an object of the trainer, its `_amp_loss_scaler`, whether to
-skip. `init_trainer` puts a `LossScaler` of this module there, so that nothing of MXNet is replaced.
+`Trainer.step` and `Trainer.update` call `has_overflow` of the trainer's `_amp_loss_scaler` and skip
+the step if it returns True. `init_trainer` puts a `LossScaler` of this module there; nothing of
+MXNet is replaced.
 docs/from-mxnet.md has what differs. MXNet 1.x.
 """
 
@@ -51,11 +52,11 @@ from mxnet.contrib.amp import (
     list_widest_type_cast,
 )
 
-from gradscale.checkpoints import format as checkpoints
-from gradscale.checkpoints.policies import settings_of, state_of
+from gradscale.checkpoints.numbers import Counts, restored, written
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.formats import FLOAT32
-from gradscale.policy import Dynamic, GradStats, Policy, as_policy
+from gradscale.policy import Dynamic, GradStats, Policy, as_policy, scalars
+from gradscale.policy.losses import with_patience
 
 __all__ = [
     "MXNET_POLICY",
@@ -127,6 +128,7 @@ class LossScaler:
         """The state of the policy, in plain numbers."""
         self.outcome: Outcome | None = None
         """The result of the last step; None before the first."""
+        self._counts = Counts()
         self._stage: Literal["ready", "scaled", "unscaled"] = "ready"
         self._loss_flags: list[Any] = []
         self._before_unscaling: _Measured | None = None
@@ -169,12 +171,12 @@ class LossScaler:
             fits=found.fits,
             exponent=math.frexp(found.amax or 0.0)[1] if found.finite else 0,
         )
-        self._set(self.policy.update(self.state, stats))
+        seen, bad_losses = with_patience(stats, self._counts.bad_losses, scalars)
+        self._set(self.policy.update(self.state, seen))
         applied = found.finite and found.fits and loss_finite
-        skipped = 0 if self.outcome is None else self.outcome.skipped_in_a_row
-        self.outcome = Outcome(
-            applied, *found[:2], loss_finite, scale, found.amax, 0 if applied else skipped + 1
-        )
+        skipped = 0 if applied else self._counts.skipped_in_a_row + 1
+        self._counts = Counts(skipped, self._counts.steps + 1, bad_losses)
+        self.outcome = Outcome(applied, *found[:2], loss_finite, scale, found.amax, skipped)
         if not applied:
             # Else an infinity would be found again in each later step that does not use the
             # parameter (`ignore_stale_grad=True`).
@@ -185,15 +187,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The checkpoint: numbers, strings and dicts, which every engine of gradscale reads."""
-        skipped = self.outcome.skipped_in_a_row if self.outcome else 0
-        saved = checkpoints.Saved(
-            type(self.policy).__name__,
-            settings_of(self.policy),
-            self.state._asdict(),
-            {"bad_losses": 0, "steps": 0},
-            skipped_in_a_row=(skipped,) if skipped else (),
-        )
-        return checkpoints.write(saved)
+        return written(self.policy, self.state._asdict(), self._counts)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Sets the state to that of a checkpoint of any engine, or of a peer that gradscale reads.
@@ -203,8 +197,8 @@ class LossScaler:
         Raises:
             StateError: The checkpoint cannot be read; nothing was loaded.
         """
-        read = checkpoints.read(saved)
-        self._set(state_of(read.state, self.policy, read.policy == type(self.policy).__name__))
+        state, self._counts = restored(self.policy, saved)
+        self._set(state)
 
     def _set(self, state: Any) -> None:
         """Sets the policy's state, and the scale of MXNet's output functions where it is ours."""

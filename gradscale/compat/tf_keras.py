@@ -36,7 +36,7 @@ from gradscale import policy as rules
 from gradscale.errors import SettingError, caller_level
 from gradscale.keras import optimizer as engine
 from gradscale.keras import replicas
-from gradscale.keras.measurement import Found, divided
+from gradscale.keras.measurement import Found, divided, either
 from gradscale.policy.settings import as_flag
 
 __all__ = ["LossScaleOptimizer", "Policy", "global_policy", "set_global_policy"]
@@ -46,13 +46,15 @@ class _Passes(threading.local):
     """How far each optimizer has come, on this thread: every replica has a thread of its own."""
 
     def __init__(self) -> None:
-        self.of: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.of: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """`_SCALED` after `get_scaled_loss`, `_BY_FIT` after `scale_loss`."""
+        self.found: weakref.WeakKeyDictionary[Any, Found] = weakref.WeakKeyDictionary()
+        """What `get_unscaled_gradients` found since the last step, in all of its calls."""
 
 
 _SCALED, _BY_FIT = "scaled", "by fit"
 _passes = _Passes()
-"""`_SCALED` after `get_scaled_loss`, `_BY_FIT` after `scale_loss`, and what was found in gradients
-after `get_unscaled_gradients`. Not an attribute: optimizers are copied and saved."""
+"""Not an attribute: optimizers are copied and saved."""
 
 
 @keras.saving.register_keras_serializable(package="gradscale.tf_keras")
@@ -148,7 +150,7 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
                 "gradients of replicas."
             )
         grads, variables = zip(*grads_and_vars, strict=True)
-        before = _passes.of.pop(self, None)
+        before, found = _passes.of.pop(self, None), _passes.found.pop(self, None)
         if before is _SCALED:
             warnings.warn(
                 "apply_gradients() takes unscaled gradients, and get_unscaled_gradients() was not "
@@ -158,7 +160,7 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
         if before is _BY_FIT:
             self._apply(grads, variables)
         else:
-            found = before if isinstance(before, Found) and _is_present(before) else None
+            found = found if found is not None and _is_present(found) else None
             self._apply(grads, variables, unscaled=engine.Unscaled(found))
         return self.iterations
 
@@ -210,10 +212,15 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
         scale = keras.ops.copy(self.dynamic_scale)
         known = self._trainable_variables if self.built else []
         if len(known) != len(grads):
-            # Which variables they are of is not known, and does not matter to float32 ones.
+            # The variables are not given; gradients have the types of float32 variables.
             known = grads
         pairs = [(g, v) for g, v in zip(grads, known, strict=True) if g is not None]
-        _passes.of[self] = self._found(pairs, scale)
+        found, before = self._found(pairs, scale), _passes.found.get(self)
+        if before is not None and _is_present(before):
+            # Gradients of several backward passes, or of several groups of variables.
+            found = either(before, found)
+        _passes.of.pop(self, None)
+        _passes.found[self] = found
         return [None if g is None else divided(g, scale) for g in grads]
 
 

@@ -73,7 +73,8 @@ def measure(
     finite = jnp.isfinite(amax)
     # If the squares overflow all the same, the norm of as many of the largest is above it.
     norm = jnp.sqrt(found.square) / factor
-    norm = jnp.where(jnp.isinf(norm) & finite, amax * math.sqrt(size), norm) * inverse
+    most = jnp.minimum(amax * math.sqrt(size), FLOAT32.max)  # clipping divides by it
+    norm = jnp.where(jnp.isinf(norm) & finite, most, norm) * inverse
     exponent = None
     if policy is not None and "exponent" in policy.goes_by:
         exponent = jnp.frexp(jnp.where(finite, amax, jnp.zeros_like(amax)))[1].astype(jnp.int32)
@@ -81,7 +82,7 @@ def measure(
         finite=finite,
         amax=amax,
         loss_finite=jnp.ones_like(finite),
-        fits=found.fits,
+        fits=found.fits | ~finite,
         exponent=exponent,
         norm=norm,
     )

@@ -40,7 +40,8 @@ class Gradient(NamedTuple):
     format: Format | None
     """What it is stored in once it is unscaled; None: float64."""
     is_scaled: bool = True
-    """False of what overwrites a variable as it is: it is checked and nothing else."""
+    """False if the gradient overwrites its variable: it is checked for infinity and NaN, and not
+    unscaled."""
 
 
 def measured(gradients: Sequence[Gradient], scale: Any) -> Found:
@@ -64,6 +65,7 @@ def measured(gradients: Sequence[Gradient], scale: Any) -> Found:
     # If the squares overflow all the same, the norm of as many of the largest is above it.
     norm = ops.sqrt(square) / ops.full_like(square, _FACTOR)
     most = amax * ops.sqrt(ops.full_like(amax, 1.0) * size)
+    most = ops.minimum(most, ops.full_like(most, FLOAT32.max))  # clipping divides by it
     norm = ops.where(ops.isfinite(norm) | nan, norm, most)
     return Found(amax, nan, ops.all(ops.stack(fits)), norm)
 
@@ -85,10 +87,16 @@ def placed(found: Found, scale: Any, held: Any) -> Found:
 def joined(unscaled: Found, scaled: Found) -> Found:
     """What was found in unscaled gradients and, before, in the scaled ones.
 
-    What became infinite or NaN in between is no matter of a scale that is too high.
+    What became infinite or NaN in between does not lower the scale.
     """
     fits = unscaled.fits & scaled.fits & is_finite(unscaled)
     return scaled._replace(fits=fits | ops.logical_not(is_finite(scaled)), norm=unscaled.norm)
+
+
+def either(one: Found, other: Found) -> Found:
+    """What was found in one of two sets of gradients; the norm is that of `other`."""
+    amax = ops.maximum(one.amax, other.amax)
+    return other._replace(amax=amax, nan=one.nan | other.nan, fits=one.fits & other.fits)
 
 
 def is_finite(found: Found) -> Any:
@@ -98,12 +106,12 @@ def is_finite(found: Found) -> Any:
 
 def stats_from(found: Found, loss_finite: Any) -> GradStats:
     """The statistics for a policy, of what was found and `placed`; `loss_finite` is a bool."""
-    nan = ops.full_like(found.amax, math.nan)
+    nan, finite = ops.full_like(found.amax, math.nan), is_finite(found)
     return GradStats(
-        finite=is_finite(found),
+        finite=finite,
         amax=ops.where(found.nan, nan, found.amax),
         loss_finite=loss_finite,
-        fits=found.fits,
+        fits=found.fits | ops.logical_not(finite),
         norm=found.norm,
     )
 

@@ -76,12 +76,15 @@ class Monitor(keras.callbacks.Callback):
         policy = optimizer.policy
         floor = float(getattr(policy, "min_scale", 0.0))
         self._recorder = self._make(floor, format_of(policy))
+        self._recorder.restore(optimizer._last().on_host().outcome.skipped_in_a_row)
         if self._path is not None:
             backend = keras.backend.backend()
             self._recorder.log_to(
                 self._path,
                 version=__version__,
                 engine=f"keras {keras.__version__}, {backend}",
+                rank=int(os.environ.get("RANK", "0")),
+                world_size=int(os.environ.get("WORLD_SIZE", "1")),
                 settings={"policy": repr(policy), **self._settings},
                 max_steps=self._max_steps,
             )

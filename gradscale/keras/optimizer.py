@@ -38,7 +38,7 @@ GROWTH_STEPS = 2000
 
 
 class Unscaled(NamedTuple):
-    """That gradients were unscaled before they are applied."""
+    """Marks gradients that the caller has unscaled."""
 
     found: Found | None = None
     """What was found in the scaled ones, on this replica; None where it is not known."""
@@ -63,6 +63,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         policy: The rule that moves the scale, or its name; None: `Dynamic` by the two settings
             above, which need not be powers of two.
         clip_norm: The largest norm of all unscaled gradients together; longer ones are shortened.
+            With `gradient_accumulation_steps` the gradients of each micro-batch are clipped; use
+            `global_clipnorm` of `inner_optimizer` to clip their mean.
         kwargs: Arguments of Keras' class that its configurations have.
     """
 
@@ -198,6 +200,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             [*self._variables[:4], *inner], range(4 + len(inner)), strict=True
         ):
             variable.assign(ops.cast(ops.convert_to_tensor(store[str(place)][...]), variable.dtype))
+        for name, dtype, first in self._layout.specs(self.policy):
+            if all(getattr(self, name) is not variable for variable in self._variables[:4]):
+                getattr(self, name).assign(ops.convert_to_tensor(first, dtype))
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, as Keras writes them to files."""

@@ -241,6 +241,9 @@ def test_unscaled_gradient_that_does_not_fit_is_found_and_lowers_nothing() -> No
     assert not bool(applies(stats))
     assert bool(measure(large, 0.25).fits)
     assert not bool(measure({"a": jnp.full((100,), 2.0**127)}, 0.25).fits)
+    overflow = measure({"a": jnp.array([jnp.inf])}, 0.25)  # which says nothing of a low scale
+    assert (bool(overflow.finite), bool(overflow.fits)) == (False, True)
+    assert math.isfinite(float(measure({"a": jnp.full((4,), 3e38)}, 1.0).norm))
     state = init(gs.Headroom())
     assert same(
         update(gs.Headroom(), state, measure(large, 0.25, gs.Headroom(), keep_dtype=True)), state

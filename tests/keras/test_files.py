@@ -105,6 +105,10 @@ def test_weights_of_keras_own_class_are_loaded() -> None:
     assert state_of(ours)[:2] == (4.0, 2)
     inner = (ours.inner_optimizer.variables, theirs.inner_optimizer.variables)
     assert same(*map(arrays, inner))
+    used = walked(gs.Dynamic(hysteresis=3))  # the last step was skipped
+    used.load_own_variables(store)
+    assert state_of(used) == gs.DynamicState(4.0, 2, 0)
+    assert int(array(used.outcome.skipped_in_a_row)) == int(array(used.num_steps)) == 0
 
 
 def test_file_is_read_as_those_of_keras_own_class(tmp_path: Path) -> None:

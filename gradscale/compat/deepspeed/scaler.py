@@ -191,11 +191,12 @@ class DynamicLossScaler:
         self._used = None if overflow else self.cur_scale
         self._held.update(finite=not overflow)
 
-    # The counters that DeepSpeed's class has: with them it grows on the step on which ours would.
+    # The counters that DeepSpeed's class has: with them it grows on the step on which ours would
+    # (one step later if the last step was an overflow, as DeepSpeed counts).
 
     @property
     def cur_iter(self) -> int:
-        """Steps so far, plus 1: DeepSpeed grows one step later than its window says."""
+        """Steps so far, plus 1: DeepSpeed grows one step later than `scale_window`."""
         # A checkpoint of another system may have the finite steps and not the number of all.
         return max(self._held.steps, int(self._held.state.good_steps)) + 1
 

@@ -59,7 +59,7 @@ def policy_from_config(config: Mapping[str, Any]) -> Dynamic | Static | Off:
     unknown = [name for name in section if name not in (*DEFAULTS, *_OTHERS)]
     if unknown:
         raise SettingError(
-            f"fp16 has settings that gradscale does not know: {', '.join(map(str, unknown))}. "
+            f"fp16 has settings that are not supported: {', '.join(map(str, unknown))}. "
             f"Known are {', '.join((*DEFAULTS, *_OTHERS))}."
         )
     found = {**DEFAULTS, **section}

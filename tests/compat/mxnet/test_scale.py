@@ -182,6 +182,7 @@ def test_checkpoint_continues_the_run() -> None:
     for x in steps[3:]:
         second.step(x)
     assert second.scaler.state == whole.scaler.state
+    assert second.scaler.state_dict() == whole.scaler.state_dict()  # with all counts
 
 
 def test_checkpoint_of_torch_is_read() -> None:
@@ -190,6 +191,9 @@ def test_checkpoint_of_torch_is_read() -> None:
     torch_state |= {"growth_interval": 2000, "_growth_tracker": 7}
     scaler.load_state_dict(torch_state)
     assert scaler.state == gs.DynamicState(256.0, 7, 0)
+    patient = amp.LossScaler(gs.Dynamic(hysteresis=3))
+    patient.load_state_dict({"scale": 8.0, "growth_tracker": 0, "hysteresis_tracker": 1})
+    assert patient.state == gs.DynamicState(8.0, 0, 2)
     with pytest.raises(gs.StateError, match="lacks"):
         scaler.load_state_dict({"scale": 1.0})
     assert scaler.loss_scale == 256.0

@@ -109,6 +109,29 @@ def test_gradients_that_were_not_unscaled_are_warned_of() -> None:
         optimizer.apply_gradients([(keras.ops.array([1.0, 1.0]), variable)])
 
 
+@pytest.mark.parametrize("kind", ["micro-batches", "groups of variables"])
+def test_overflow_in_any_call_before_a_step_lowers_the_scale(kind: str) -> None:
+    first, second = keras.Variable([1.0]), keras.Variable([2.0])
+    optimizer = LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
+    good, bad = keras.ops.array([8.0]), keras.ops.array([math.inf])
+    for expected in (4.0, 2.0, 1.0):
+        optimizer.get_scaled_loss(1.0)
+        (one,) = optimizer.get_unscaled_gradients([bad])
+        if kind == "micro-batches":
+            optimizer.get_scaled_loss(1.0)
+        (other,) = optimizer.get_unscaled_gradients([good])
+        if kind == "micro-batches":
+            optimizer.apply_gradients([(one + other, first)])
+        else:
+            optimizer.apply_gradients([(one, first), (other, second)])
+        assert scale_of(optimizer) == expected
+        assert not bool(array(optimizer.outcome.finite))
+    assert (array(first).tolist(), array(second).tolist()) == ([1.0], [2.0])
+    grads = optimizer.get_unscaled_gradients([good])  # nothing is left of the steps before
+    optimizer.apply_gradients(zip(grads, [first], strict=True))
+    assert bool(array(optimizer.outcome.applied))
+
+
 def test_fit_works_with_it() -> None:
     losses = []
     for kind in (gs_keras(), LossScaleOptimizer):
