@@ -100,7 +100,7 @@ def soaked(path: Path) -> Any:
     return pytest.param(path, marks=[pytest.mark.soak] if long else [])
 
 
-@pytest.mark.parametrize("path", map(soaked, EXAMPLES), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [soaked(path) for path in EXAMPLES], ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
     NEEDS.get(path.name, lambda: None)()
     assert run_example(path)

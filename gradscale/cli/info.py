@@ -26,6 +26,8 @@ EXTRAS = {
     "torch": ("torch",),
     "jax": ("jax", "optax"),
     "equinox": ("jax", "optax", "equinox"),
+    "keras": ("keras",),
+    "mxnet": ("mxnet", "numpy"),
     "cli": ("typer", "rich"),
     "simulate": ("typer", "rich", "numpy"),
     "demo": ("torch", "typer", "rich", "matplotlib"),
