@@ -2,16 +2,18 @@
 
 The result is there if all of these hold. They are computed from the runs of this very call.
 
-- float32 learns: its loss is more than 5 % (`NOISE`) below that of drawing the mean image.
-- gradscale is within noise of float32: its loss is at most 5 % above.
-- gradscale is within noise of float32 with the NaN batches as well. The batches that were NaN cannot
-  be learned from in any format, so the loss is compared with float32's after as many applied steps.
-- torch's run with the NaN batches is clearly worse: of what float32 gains after those batches, it
-  gains less than half.
+- float32 learns: its loss is below that of drawing the mean image by more than noise.
+- gradscale is within noise of float32: its loss is less than 10 % (`NOISE`) above.
+- gradscale with the NaN batches is within noise of float32 without them.
+- torch's GradScaler with the NaN batches is clearly worse: of what float32 gains after those
+  batches began, it gains less than half.
 
-Why 5 %: with the seeds 0 to 3 the loss of gradscale was SEEN of
-float32's. Rounding alone makes runs differ so much, as static and dynamic scales do
-in the same table. torch's loss was WORSE than float32's.
+Noise is what rounding alone does to this training. With the seeds 0 to 3, float32 ended between
+4.6 % below and 8.5 % above itself when its first weights were moved at random by at most 2**-11 of
+their value, the rounding of float16, two times each. gradscale ended between 6.7 % below and 4.2 %
+above float32, and between 5.3 % below and 5.5 % above with the NaN batches. torch's GradScaler with
+the NaN batches ended 37 % to 172 % above float32, and gained nothing: its loss was higher than
+float32's before them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from gradscale.demo.train import (
 
 TAIL = 50
 """Steps over which a loss is averaged; the final loss is that of the last ones."""
-NOISE = 0.05
+NOISE = 0.1
 """Losses that differ by a smaller share than this are called the same."""
 NOTES = f"""\
 loss: squared error per pixel, mean of the last {TAIL} steps.
@@ -128,20 +130,19 @@ def result_of(traces: Sequence[Trace], mean_loss: float) -> Result:
             f"{true:.4f}.",
         )
     row = summarise(ours_nan)
-    reached = loss_after(exact, steps - len(damaged))
-    if not row.loss < (1 + NOISE) * reached:
+    if not row.loss < (1 + NOISE) * true:
         return Result(
             False,
-            f"With {len(damaged)} NaN batches gradscale is worse than float32 after as many "
-            f"applied steps: loss {row.loss:.4f}, more than {NOISE:.0%} above {reached:.4f}.",
+            f"With {len(damaged)} NaN batches gradscale is worse than float32 without them: loss "
+            f"{row.loss:.4f}, more than {NOISE:.0%} above {true:.4f}.",
         )
     kept = (
-        f"gradscale skipped {row.skipped} and ended at {row.loss:.4f}, as float32 does after as "
-        f"many applied steps ({reached:.4f})."
+        f"gradscale skipped {row.skipped} steps, wasted {row.empty} others and ended at "
+        f"{row.loss:.4f} (float32 without NaN batches: {true:.4f})."
     )
     theirs = trace_of(traces, TORCH_NAN)
     if theirs is None:
-        return Result(True, f"Of {steps} steps with {len(damaged)} NaN batches, {kept}")
+        return Result(True, f"With {len(damaged)} NaN batches {kept}")
     other = summarise(theirs)
     before = loss_after(exact, damaged.start)
     if other.loss < (before + true) / 2:

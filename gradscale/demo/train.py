@@ -178,6 +178,7 @@ class Ours:
             self._scaler.log_to(log)
 
     def backward(self, loss: Tensor) -> None:
+        """Scales the loss and runs the backward pass."""
         self._scaler.backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
@@ -197,7 +198,8 @@ class Torch:
         self._scaler = torch.amp.GradScaler("cpu")
 
     def backward(self, loss: Tensor) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        """Scales the loss and runs the backward pass."""
+        self._scaler.scale(loss).backward()
 
     def step(self, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
         """The scale that was used, and whether the step was applied."""
