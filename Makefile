@@ -7,8 +7,8 @@ STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
 PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
 KERAS := .venv-keras
-# Where stdout is a terminal pip shows what it downloads, with a progress bar; elsewhere errors alone.
-PIP_SHOWS = $$(test -t 1 && echo --progress-bar=on || echo -qq) --disable-pip-version-check
+# Where stderr is a terminal pip shows what it downloads, with a progress bar; elsewhere errors alone.
+PIP_SHOWS = $$(test -t 2 && echo --progress-bar=on || echo -qq) --disable-pip-version-check
 PINNED_TESTS := $(shell grep -E '^(hypothesis|pytest)==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
