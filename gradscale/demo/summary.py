@@ -47,7 +47,7 @@ zero grads: steps that were applied although every gradient was zero.
 underflow: of the weight-gradient elements that are not zero, the share below 2**-14, the smallest \
 normal float16 number.
 flushed to 0: of the elements that are not zero in float32 (same weights, same batch), the share \
-that is zero in float16. Both every {PROBE_EVERY} applied steps, before unscaling.
+that is zero in float16. Both every {PROBE_EVERY} steps, if applied, before unscaling.
 All runs: autoencoder with 7 sigmoid layers, AdamW, learning rate {LEARNING_RATE:g}, batches of \
 {BATCH}. float16: weights, activations and gradients; float32: master weights, loss and optimizer.
 torch: torch.amp.GradScaler with its defaults. gradscale: the policy Headroom with its defaults. \
