@@ -7,13 +7,16 @@ STAMP := .venv/.installed
 # One place for the version: the line of the constraints file.
 PINNED_TORCH := $(shell grep '^torch==' constraints-dev.txt)
 KERAS := .venv-keras
+# Where stderr is a terminal pip shows what it downloads, with a progress bar; elsewhere errors alone.
+PIP_SHOWS = $$(test -t 2 && echo --progress-bar=on || echo -qq) --disable-pip-version-check
 PINNED_TESTS := $(shell grep -E '^(hypothesis|pytest)==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
 .PHONY: demo test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
 
 demo: $(STAMP)
-	$(BIN)/gradscale demo
+	@echo "Training: 7 runs of 1000 steps on the CPU (about 1 min)"
+	@$(BIN)/gradscale demo
 
 # Two workers for two cores. Each runs torch on one thread (OMP_NUM_THREADS): left alone, every worker
 # starts a thread per core, and they take turns instead of running. `worksteal` because a few tests
@@ -67,11 +70,17 @@ mutants: $(STAMP)
 
 # torch goes first and by its exact version: so asked, pip can settle on a CPU build, while a range
 # (as in our own extra) may bring gigabytes of CUDA packages.
+#
+# A line for each step, with the time to expect, because a first install takes minutes.
 $(STAMP): pyproject.toml constraints-dev.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -qq $(PINNED_TORCH)
-	$(BIN)/pip install -qq -c constraints-dev.txt -e ".[torch,dev]"
-	touch $@
+	@echo "Install, step 1 of 3: a virtual environment in .venv (about 10 s)"
+	@$(PYTHON) -m venv .venv
+	@echo "Install, step 2 of 3: $(PINNED_TORCH) (200 MB or more, about 1 min)"
+	@$(BIN)/pip install $(PIP_SHOWS) $(PINNED_TORCH)
+	@echo "Install, step 3 of 3: gradscale and the tools of development (about 2 min)"
+	@$(BIN)/pip install $(PIP_SHOWS) -c constraints-dev.txt -e ".[torch,dev]"
+	@touch $@
+	@echo "Installed."
 
 # The suite with another torch, and another Python: make compat TORCH=2.6.0 PYTHON=python3.12
 # Hardly anything else is pinned, because no version of jax or Triton suits all of them (older Triton

@@ -1,1 +1,1 @@
-"""`gradscale demo`: the same network trained in four ways, and the picture of it."""
+"""`gradscale demo`: the same network trained in seven ways, and the picture of it."""

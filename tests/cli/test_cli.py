@@ -22,7 +22,15 @@ from gradscale.cli import info as facts
 from gradscale.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
-RUN_NAMES = ["float32", "float16, no scaling", "float16, static scale", "float16, dynamic scale"]
+RUN_NAMES = [
+    "float32",
+    "float16, no scale",
+    "float16, static",
+    "float16, torch",
+    "float16, gradscale",
+    "NaN data, torch",
+    "NaN data, gradscale",
+]
 
 
 def invoke(*args: str, columns: int = 80) -> Result:
@@ -32,20 +40,49 @@ def invoke(*args: str, columns: int = 80) -> Result:
 # demo
 
 
-def test_demo_prints_four_rows_and_writes_a_picture(tmp_path: Path) -> None:
+def table_rows(output: str) -> list[list[str]]:
+    rows = [re.split(r" *[|\u2502] *", line)[1:-1] for line in output.splitlines()]
+    return [row for row in rows if row]
+
+
+def test_demo_prints_a_row_for_each_run_and_writes_a_picture_and_a_page(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
-    result = invoke("demo", "--quick", "--output", str(path))
+    path, page = tmp_path / "p.png", tmp_path / "p.html"
+    result = invoke("demo", "--quick", "--output", str(path), "--html", str(page))
     assert result.exit_code == 0, result.output
-    rows = [re.split(r" *[|\u2502] *", line)[1:-1] for line in result.output.splitlines()]
-    rows = [row for row in rows if row]
+    rows = table_rows(result.output)
     assert [row[0] for row in rows] == RUN_NAMES
     assert all(float(row[1]) > 0 for row in rows)
-    assert [row[5] for row in rows] == ["1", "1", "2**10", "2**16"]
+    assert [row[2] for row in rows] == ["0"] * 5 + ["8"] * 2
+    assert [row[6] for row in rows[:4]] == ["1", "1", "2**10", "2**16"]
+    assert rows[5][6] == "2**8"  # 8 batches of 40 are NaN
     assert "Too few steps to tell" in result.output
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert max(map(len, result.output.splitlines())) <= max(80, len(str(path)) + 20)
+    assert "loss not finite" in page.read_text(encoding="utf-8")
+    assert set(tmp_path.iterdir()) == {path, page}
+    assert max(map(len, result.output.splitlines())) <= max(80, len(str(page)) + 20)
+
+
+def test_demo_without_its_result_exits_with_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    result = invoke("demo", "--steps", "3", "--output", str(tmp_path / "p.png"))
+    assert result.exit_code == 1
+    assert "Too few steps to tell" in result.stdout
+    assert result.stderr.startswith("Error: these runs do not show the result of the demo")
+
+
+@pytest.mark.soak
+def test_demo_with_jax_leaves_out_the_scaler_of_torch(tmp_path: Path) -> None:
+    pytest.importorskip("optax")
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "p.png"
+    result = invoke("demo", "--quick", "--engine", "jax", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    names = [row[0] for row in table_rows(result.output)]
+    assert names == [name for name in RUN_NAMES if "torch" not in name]
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +94,8 @@ def test_demo_prints_four_rows_and_writes_a_picture(tmp_path: Path) -> None:
         (["--engine", "keras"], "engine must be one of torch, jax, got 'keras'."),
         (["--output", "picture.txt"], "output must end in .png, .svg, .pdf, got picture.txt."),
         (["--output", "no/such/folder/p.png"], "output must be a file in a folder that exists"),
+        (["--html", "no/such/folder/p.html"], "html must be a file in a folder that exists"),
+        (["--html", "p.html", "--engine", "jax"], "html needs the engine torch"),
     ],
 )
 def test_bad_argument_is_named_before_anything_runs(args: list[str], complaint: str) -> None:
