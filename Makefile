@@ -12,7 +12,7 @@ PIP_SHOWS = $$(test -t 2 && echo --progress-bar=on || echo -qq) --disable-pip-ve
 PINNED_TESTS := $(shell grep -E '^(hypothesis|pytest)==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
-.PHONY: demo test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
+.PHONY: demo docs test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
 
 demo: $(STAMP)
 	@echo "Training: 7 runs of 1000 steps on the CPU (about 1 min)"
@@ -65,6 +65,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
+# The site, in site/: open site/index.html. `make test` builds it as well.
+docs: $(STAMP)
+	$(BIN)/mkdocs build
+
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py
 
@@ -89,7 +93,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 # Two folders and a file cannot be imported everywhere: without Triton 3.4, without the trainers, and
 # without Equinox. pytest must not look for doctests there, because it leaves an empty module where an
 # import fails. An environment takes 6 GB, most of it CUDA libraries. TESTS chooses files.
-# docs/versions.md has what was run.
+# docs/measurements/versions.md has what was run.
 compat: $(COMPAT)/.installed
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(COMPAT)/bin/pytest -n 2 --dist worksteal \
 		--hypothesis-profile=fixed --ignore=gradscale/torch/grads/triton --ignore=gradscale/plugins \
@@ -115,5 +119,5 @@ test-mxnet: .venv-mxnet/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 	find gradscale tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,7 +1,7 @@
 """Planted illnesses: which finding each of them gives, in which module; and none in healthy runs.
 
     python benchmarks/illnesses.py            # all of them, in two minutes on a CPU
-    python benchmarks/illnesses.py --write    # and the table into docs/illnesses.md
+    python benchmarks/illnesses.py --write    # and the table into docs/measurements/illnesses.md
 
 Every run is trained by the same few lines, `diagnose()` in _diagnosis.py: a scaler, a log and an
 inspector.
@@ -26,7 +26,7 @@ from torch.nn import functional
 from gradscale.monitor.findings import Finding
 from gradscale.torch import GradScaler, Inspector
 
-PAGE = Path(__file__).parents[1] / "docs" / "illnesses.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "illnesses.md"
 
 
 # Healthy runs.
@@ -167,7 +167,7 @@ def judge(case: Case) -> Verdict:
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """The lines of the table in docs/illnesses.md."""
+    """The lines of the table in docs/measurements/illnesses.md."""
     lines = ["| run | finding | where | also found |", "|---|---|---|---|"]
     for case, findings in verdicts:
         right = [f for f in findings if (f.kind, f.where) == (case.kind, case.where)]

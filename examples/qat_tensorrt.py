@@ -1,6 +1,6 @@
 """Quantization-aware training in float16, exported for TensorRT: INT8 with learned step sizes.
 
-A net learns by how many quarters a digit is turned. docs/qat.md has more about it.
+A net learns by how many quarters a digit is turned. docs/how-to/quantize.md has more about it.
 """
 
 import warnings

@@ -66,31 +66,36 @@ def test_examples_on_ranks_start_in_the_same_way() -> None:
 
 
 NEEDS: dict[str, Callable[[], Any]] = {
-    "accelerate.md": partial(pytest.importorskip, "accelerate"),
-    "from-mxnet.md": partial(pytest.importorskip, "mxnet"),
-    "keras.md": partial(pytest.importorskip, "keras"),
-    "keras_fit.py": partial(pytest.importorskip, "keras"),
-    "jax.md": partial(pytest.importorskip, "optax"),
-    "jax_equinox.py": partial(pytest.importorskip, "equinox"),
-    "jax_flax_nnx.py": partial(pytest.importorskip, "flax"),
-    "jax_optax.py": partial(pytest.importorskip, "optax"),
-    "jax_sharded.py": partial(pytest.importorskip, "optax"),
-    "lightning.md": partial(pytest.importorskip, "lightning"),
-    "qat.md": partial(pytest.importorskip, "onnxruntime"),
-    "qat_tensorrt.py": partial(pytest.importorskip, "onnxruntime"),
-    "transformers.md": partial(pytest.importorskip, "transformers"),
-    "trainer_lora.py": partial(pytest.importorskip, "peft"),
-    "fsdp2.py": torch_has.fsdp2_on_the_cpu,
-    "pipeline.py": torch_has.pipeline_stages,
+    "docs/move/accelerate.md": partial(pytest.importorskip, "accelerate"),
+    "docs/move/mxnet.md": partial(pytest.importorskip, "mxnet"),
+    "docs/move/keras.md": partial(pytest.importorskip, "keras"),
+    "examples/keras_fit.py": partial(pytest.importorskip, "keras"),
+    "docs/how-to/jax.md": partial(pytest.importorskip, "optax"),
+    "examples/jax_equinox.py": partial(pytest.importorskip, "equinox"),
+    "examples/jax_flax_nnx.py": partial(pytest.importorskip, "flax"),
+    "examples/jax_optax.py": partial(pytest.importorskip, "optax"),
+    "examples/jax_sharded.py": partial(pytest.importorskip, "optax"),
+    "docs/move/lightning.md": partial(pytest.importorskip, "lightning"),
+    "docs/how-to/quantize.md": partial(pytest.importorskip, "onnxruntime"),
+    "examples/qat_tensorrt.py": partial(pytest.importorskip, "onnxruntime"),
+    "docs/move/transformers.md": partial(pytest.importorskip, "transformers"),
+    "examples/trainer_lora.py": partial(pytest.importorskip, "peft"),
+    "examples/fsdp2.py": torch_has.fsdp2_on_the_cpu,
+    "examples/pipeline.py": torch_has.pipeline_stages,
 }
 """What a page or an example is skipped without."""
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def place(path: Path) -> str:
+    """Where a page or an example is, from the root."""
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=place)
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    NEEDS.get(path.name, lambda: None)()
+    NEEDS.get(place(path), lambda: None)()
     monkeypatch.chdir(tmp_path)  # a block may save a checkpoint
-    # docs/versions.md: with older versions there are graph breaks, and the same results.
+    # docs/measurements/versions.md: with older versions there are graph breaks, and the same results.
     run_page(path, features.COMPILES_OPERATORS)
 
 
@@ -102,7 +107,7 @@ def soaked(path: Path) -> Any:
 
 @pytest.mark.parametrize("path", [soaked(path) for path in EXAMPLES], ids=lambda path: path.name)
 def test_example_runs(path: Path) -> None:
-    NEEDS.get(path.name, lambda: None)()
+    NEEDS.get(place(path), lambda: None)()
     assert run_example(path)
 
 
@@ -163,20 +168,6 @@ def test_example_that_warns_fails(tmp_path: Path) -> None:
     path.write_text("import warnings\nwarnings.warn('old', stacklevel=1)\n")
     with pytest.raises(pytest.fail.Exception, match=r"noisy\.py exited with 1"):
         run_example(path)
-
-
-def table_of_differences(page: str) -> list[str]:
-    """The lines of the table whose first column is called `row`."""
-    lines = page.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| row |"))
-    return [line for line in lines[start:] if line.startswith("|")]
-
-
-def test_readme_quotes_the_table_of_differences() -> None:
-    quoted = table_of_differences((ROOT / "README.md").read_text(encoding="utf-8"))
-    original = table_of_differences((ROOT / "docs/differences.md").read_text(encoding="utf-8"))
-    assert quoted[: len(original)] == original
-    assert len(original) > 2
 
 
 def torch_rules() -> dict[str, set[str]]:

@@ -1,4 +1,4 @@
-"""The pictures of docs/policies.md: the scales over the steps, and the metrics.
+"""The pictures of docs/how-to/choose-a-policy.md: the scales over the steps, and the metrics.
 
 Drawn with matplotlib's Figure alone, as the demo's picture is.
 """

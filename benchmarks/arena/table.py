@@ -1,4 +1,4 @@
-"""The section of docs/policies.md that the rows make: one table, and what it says of two rules."""
+"""The section of docs/how-to/choose-a-policy.md that the rows make: one table, and what it says of two rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arena.rows import Row, Time, mean, of_arm
 from arena.training import SIZES
 from arena.trainings import TRAININGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "choose-a-policy.md"
 BEGIN, END = "<!-- arena: begin -->", "<!-- arena: end -->"
 TORCHS, HEADROOM = "torch's GradScaler", "Headroom"
 ARMS = (

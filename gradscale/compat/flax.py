@@ -9,7 +9,7 @@
         params = jax.tree.map(functools.partial(jnp.where, finite), step(params, grads), params)
         return dynamic_scale, params, loss
 
-All public names of `flax.training.dynamic_scale` are here. docs/from-jmp-flax-mpx.md has what
+All public names of `flax.training.dynamic_scale` are here. docs/move/jmp-flax-mpx.md has what
 differs. Flax need not be installed; where it is, its `serialization` knows this class.
 """
 

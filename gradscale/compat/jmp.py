@@ -10,7 +10,7 @@
         params = jmp.select_tree(grads_finite, apply_optimizer(params, grads), params)
         return params, loss_scale
 
-All public names of jmp are here, and its trajectories. docs/from-jmp-flax-mpx.md has what differs.
+All public names of jmp are here, and its trajectories. docs/move/jmp-flax-mpx.md has what differs.
 """
 
 from __future__ import annotations

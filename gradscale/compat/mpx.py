@@ -11,7 +11,7 @@
         )
         return model, optimizer_state, loss_scaling, loss
 
-All public names of mpx are here. docs/from-jmp-flax-mpx.md has what differs.
+All public names of mpx are here. docs/move/jmp-flax-mpx.md has what differs.
 """
 
 from __future__ import annotations

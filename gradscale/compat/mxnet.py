@@ -14,7 +14,7 @@
 `Trainer.step` and `Trainer.update` call `has_overflow` of the trainer's `_amp_loss_scaler` and skip
 the step if it returns True. `init_trainer` puts a `LossScaler` of this module there; nothing of
 MXNet is replaced.
-docs/from-mxnet.md has what differs. MXNet 1.x.
+docs/move/mxnet.md has what differs. MXNet 1.x.
 """
 
 from __future__ import annotations

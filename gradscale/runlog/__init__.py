@@ -1,7 +1,7 @@
 """The log of a run: what every step did, in files of JSON lines that a crash cannot spoil.
 
 A run is a folder with one file for every rank, `rank-0.jsonl` and so on. `RunLog` appends to one,
-`read()` gives back all of them together. docs/logging.md describes the lines.
+`read()` gives back all of them together. docs/how-to/log.md describes the lines.
 """
 
 from __future__ import annotations

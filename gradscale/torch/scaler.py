@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
             scaler.backward(loss)
             outcome = scaler.apply(optimizer, clip_norm=1.0)
 
-    or torch's own calls in torch's order. What differs is listed in docs/differences.md.
+    or torch's own calls in torch's order. What differs is listed in docs/reference/differences.md.
 
     Args:
         device: Where it will be used. The state really goes to the device of the first loss.

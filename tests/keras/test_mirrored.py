@@ -76,7 +76,7 @@ def test_bad_gradient_of_one_replica_skips_the_step_on_all(
 
 
 def test_keras_own_class_applies_what_is_infinite_on_the_second_replica(strategy: Any) -> None:
-    # If this fails, Keras has mended it: then docs/keras.md should no longer say so.
+    # If this fails, Keras has mended it: then docs/move/keras.md should no longer say so.
     with strategy.scope():
         variable = keras.Variable([1.0, 2.0])
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0)

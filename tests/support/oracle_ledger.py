@@ -1,6 +1,6 @@
 """The worlds of the random-sequence test, and what is known of the gradients in one of them.
 
-The ledger says what a gradient must be divided by according to docs/differences.md, rows
+The ledger says what a gradient must be divided by according to docs/reference/differences.md, rows
 `stale-scale` and `shared-parameter`, from the calls made so far alone. It never looks at ours.
 """
 

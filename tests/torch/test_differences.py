@@ -1,4 +1,4 @@
-"""Every row of docs/differences.md, with torch's scaler and with ours: same calls, both columns.
+"""Every row of docs/reference/differences.md, with torch's scaler and with ours: same calls, both columns.
 
 A test is named after its row, `test_stale_scale_...` for `stale-scale`.
 """
@@ -21,7 +21,7 @@ from cpu_graph import keep_in_tensors
 from gradscale import CallOrderError, SettingError, StateError
 from gradscale.torch import GradScaler
 
-TABLE = Path(__file__).parents[2] / "docs" / "differences.md"
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
 TORCH, OURS = torch.amp.GradScaler, GradScaler
 Kind = type[torch.amp.GradScaler]
 HUGE = 2.0**127

@@ -28,7 +28,7 @@ from oracle_ledger import OPTIMIZERS, Setup
 from oracle_pair import Action, Mismatch, check
 from oracle_reference import PATIENCE, PERIOD
 
-TABLE = Path(__file__).parents[2] / "docs" / "differences.md"
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
 ROWS = re.findall(r"^\| `([\w-]+)` \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
 INF, NAN = float("inf"), float("nan")
 USUAL = tuple((v, 2.0, -0.25) for v in (1.0, -0.5, 4.0, 2.0**-12, 0.3, -7.1, 1000.0))

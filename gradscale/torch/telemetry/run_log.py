@@ -54,7 +54,7 @@ def log_to(
 
     Lines are written when their numbers have arrived on the host, by a thread of its own: no step
     waits. Call `flush()` at the end. Each rank writes a file of its own; a file that is there is
-    continued. docs/logging.md describes the lines, and `gradscale.runlog.read(path)` reads them.
+    continued. docs/how-to/log.md describes the lines, and `gradscale.runlog.read(path)` reads them.
 
     Args:
         path: A folder, a function of a line, or None, which ends all logs.

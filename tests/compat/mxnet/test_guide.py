@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_guide_runs(tmp_path: Path) -> None:
-    page = ROOT / "docs/from-mxnet.md"
+    page = ROOT / "docs/move/mxnet.md"
     program = f"import pathlib, pages; print(pages.run_page(pathlib.Path({str(page)!r})))"
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
     command = [sys.executable, "-c", program]
