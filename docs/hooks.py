@@ -1,24 +1,63 @@
-"""What the site has besides the pages: the examples, and pictures for dark backgrounds."""
+"""What the site has besides the pages in this folder.
+
+The README is its home page, every example is a page, and a picture that exists in two forms is shown
+in the one that suits the colours of the reader.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)")
+ROOT_PAGES = {"README.md": "index.md"} | {
+    f"{name}.md": f"{name.lower()}.md"
+    for name in ("CHANGELOG", "CONTRIBUTING", "ROADMAP", "SECURITY")
+}
+"""Pages of the repository's root, and what they are called in the site."""
+ROOT_LINK = re.compile(r'(\]\(|srcset="|src=")(docs/|(?:[A-Z]+)\.md)')
+EXAMPLE_LINK = re.compile(r"\]\((?:\.\./)*examples/(\w+)\.py\)")
 PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]+)\.svg\)")
+PICTURES = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">')
+
+
+def root_page(name: str) -> str:
+    """The text of a page in the root, with links that are right in the site."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+
+    def link(found: re.Match[str]) -> str:
+        return found[1] + ROOT_PAGES.get(found[2], "")
+
+    text = ROOT_LINK.sub(link, text)
+    return PICTURES.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)\n<picture hidden>", text)
+
+
+def examples() -> dict[str, str]:
+    """The page of every example, by its path, and one that lists them."""
+    pages, rows = {}, []
+    for path in sorted(ROOT.glob("examples/*.py")):
+        code = path.read_text(encoding="utf-8")
+        first = (ast.get_docstring(ast.parse(code)) or "").splitlines()[0]
+        pages[f"examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{code}```\n"
+        rows.append(f"| [{path.name}]({path.stem}.md) | {first} |")
+    table = "\n".join(["| program | what it shows |", "|---|---|", *rows])
+    text = "Complete programs to copy from. The tests run each of them.\n\n"
+    return {"examples/index.md": f"# Examples\n\n{text}{table}\n"} | pages
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The files of the site, with a page for every example and the changelog."""
-    for path in sorted(ROOT.glob("examples/*.py")):
-        content = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
-        files.append(File.generated(config, f"examples/{path.stem}.md", content=content))
+    """The files of the site, with those that are made here."""
+    made = examples() | {target: root_page(name) for name, target in ROOT_PAGES.items()}
+    for path, content in made.items():
+        file = File.generated(config, path, content=content)
+        if path.startswith("examples/") and not path.endswith("index.md"):
+            file.inclusion = InclusionLevel.NOT_IN_NAV  # found by the list of examples
+        files.append(file)
     return files
 
 
@@ -35,4 +74,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return found[0]
         return f"![{text}]({path}.svg#only-light)\n![{text}]({path}-dark.svg#only-dark)"
 
-    return PICTURE.sub(both, EXAMPLE.sub(link, markdown))
+    return PICTURE.sub(both, EXAMPLE_LINK.sub(link, markdown))

@@ -22,7 +22,7 @@ from gradscale.policy import (
     for_short_runs,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FORMATS",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,11 @@ os.environ.setdefault(
 
 # torch's compiler believes the CPU which vectors it has, instead of compiling programs to see.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# A shell ignores SIGINT in what it starts in the background, and child processes inherit that. Tests
+# of `gradscale run` send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A script, run by `make mutants`, and what test files import (`pythonpath` in pyproject.toml makes
 # that work): the doctest collector would import the first, and the second once more.

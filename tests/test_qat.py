@@ -102,7 +102,7 @@ def test_forgotten_step_size_fails_the_check_of_the_example(
         example.main(steps=300)
 
 
-def test_file_is_the_model_to_the_bit_where_onnxruntime_fuses_nothing(
+def test_file_is_the_model_but_for_elements_on_a_border_of_two_steps(
     example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = onnxruntime.SessionOptions()
@@ -111,7 +111,10 @@ def test_file_is_the_model_to_the_bit_where_onnxruntime_fuses_nothing(
     monkeypatch.setattr(example, "InferenceSession", session)
     example.main(steps=300)
     printed = capsys.readouterr().out
-    assert "ONNX differs by 0.00% Counter" in printed
+    # On some CPUs none, on others the two libraries add up in another order, and an element next to
+    # the border of two INT8 steps gets the other one: 1/127 of the largest input of a layer.
+    gap = float(printed.split("ONNX differs by ")[1].split("%")[0])
+    assert gap <= 100 / 127
     # Of each of three layers: the input is quantized, the weight is stored in INT8.
     assert "'QuantizeLinear': 3" in printed
     assert "'DequantizeLinear': 6" in printed

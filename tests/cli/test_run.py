@@ -173,13 +173,13 @@ finally:
 def test_a_signal_ends_a_script_as_without(tmp_path: Path, number: int, out: str) -> None:
     script = written(tmp_path, WAITING)
     command = [sys.executable, "-m", "gradscale", "run", str(script)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    rest, errors = process.communicate(timeout=60)
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=60)
     assert (process.returncode, rest) == (-number, out)
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     assert "gradscale/cli" not in errors

@@ -16,7 +16,7 @@ from gradscale.runlog import Run, encode, finding_line, rank_file, sample_line
 HEADER: dict[str, Any] = {
     "kind": "run",
     "version": 1,
-    "gradscale": "0.1.0",
+    "gradscale": "0.2.0",
     "engine": "torch 2.13.0",
     "rank": 0,
     "world_size": 1,
