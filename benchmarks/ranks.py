@@ -4,7 +4,7 @@
     python ranks.py matrix                       # two processes, gloo, the CPU
     python ranks.py matrix --setups DDP FSDP2 --optimizers foreach
     python ranks.py cost
-    python ranks.py table                        # rewrites docs/explain/ranks.md from the rows
+    python ranks.py table                        # rewrites docs/measurements/ranks.md from the rows
 
 The matrix: every way to share a model, with AdamW fused and foreach, a fault in the gradients of
 one rank after they were reduced, and two ways to call the scaler: torch's scalers and ours. A
@@ -42,7 +42,7 @@ from _sharing import OPTIMIZERS, SETUPS
 
 FOLDER = Path(__file__).parent
 RESULTS, COSTS = FOLDER / "ranks.csv", FOLDER / "ranks_cost.csv"
-PAGE = FOLDER.parent / "docs" / "explain" / "ranks.md"
+PAGE = FOLDER.parent / "docs" / "measurements" / "ranks.md"
 WORLD = 2
 START, LONGEST = 120.0, 600.0
 """Seconds that ranks may take to start, and to time something."""
