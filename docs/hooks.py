@@ -1,7 +1,7 @@
 """What the site has besides the pages in this folder.
 
-The README is its home page, every example is a page, and a picture that exists in two forms is shown
-in the one that suits the colours of the reader.
+The README is its home page, every example is a page, and a picture that has a form for dark
+backgrounds is shown in the one that suits the colours of the reader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ ROOT_PAGES = {"README.md": "index.md"} | {
 ROOT_LINK = re.compile(r'(\]\(|srcset="|src=")(docs/|(?:[A-Z]+)\.md)')
 EXAMPLE_LINK = re.compile(r"\]\((?:\.\./)*examples/(\w+)\.py\)")
 PICTURE = re.compile(r"!\[([^]]*)\]\(([^)]+)\.svg\)")
-PICTURES = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">')
+PICTURES = re.compile(
+    r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">'
+)
 
 
 def root_page(name: str) -> str:

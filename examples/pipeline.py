@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import gradscale as gs
-from gradscale.torch import GradScaler
-from gradscale.torch.distributed.groups import Shards
+from gradscale.torch import GradScaler, Shards
 
 STEPS = 30
 

@@ -30,8 +30,8 @@ os.environ.setdefault(
 # torch's compiler believes the CPU which vectors it has, instead of compiling programs to see.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# A shell ignores SIGINT in what it starts in the background, and child processes inherit that. Tests
-# of `gradscale run` send it.
+# A shell ignores SIGINT in what it starts in the background, and child processes inherit that.
+# Tests of `gradscale run` send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -97,7 +97,7 @@ def place(path: Path) -> str:
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NEEDS.get(place(path), lambda: None)()
     monkeypatch.chdir(tmp_path)  # a block may save a checkpoint
-    # docs/measurements/versions.md: with older versions there are graph breaks, and the same results.
+    # docs/measurements/versions.md: older versions have graph breaks, and the same results.
     run_page(path, features.COMPILES_OPERATORS)
 
 

@@ -8,6 +8,7 @@ except ImportError as error:
 from gradscale.monitor import Event
 from gradscale.torch.distributed.comm_hooks import average_in_float16
 from gradscale.torch.distributed.fsdp_scaler import ShardedGradScaler
+from gradscale.torch.distributed.groups import Shards
 from gradscale.torch.distributed.join import JoinableStep
 from gradscale.torch.inspect import Examination, Inspector, examine
 from gradscale.torch.mixed_precision import MixedPrecision
@@ -25,6 +26,7 @@ __all__ = [
     "JoinableStep",
     "MixedPrecision",
     "ShardedGradScaler",
+    "Shards",
     "StepOutcome",
     "average_in_float16",
     "examine",

@@ -1,4 +1,4 @@
-"""Every row of docs/reference/differences.md, with torch's scaler and with ours: same calls, both columns.
+"""Every row of docs/reference/differences.md: torch's scaler and ours, same calls, both columns.
 
 A test is named after its row, `test_stale_scale_...` for `stale-scale`.
 """
