@@ -279,7 +279,7 @@ def _quality_table(rows: list[Row]) -> list[str]:
         cells[case, mode].append(row)
     names = list(dict.fromkeys(case for case, _ in cells))
     lines = [
-        "| mode | " + " | ".join(f"{name} | less float32's | skipped" for name in names) + " |"
+        "| mode | " + " | ".join(f"{name} | minus float32 | skipped" for name in names) + " |"
     ]
     lines.append("|---|" + "---|---|---|" * len(names))
     for mode in ARMS:
