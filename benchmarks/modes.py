@@ -278,9 +278,7 @@ def _quality_table(rows: list[Row]) -> list[str]:
     for (case, mode, _), row in last.items():
         cells[case, mode].append(row)
     names = list(dict.fromkeys(case for case, _ in cells))
-    lines = [
-        "| mode | " + " | ".join(f"{name} | minus float32 | skipped" for name in names) + " |"
-    ]
+    lines = ["| mode | " + " | ".join(f"{name} | minus float32 | skipped" for name in names) + " |"]
     lines.append("|---|" + "---|---|---|" * len(names))
     for mode in ARMS:
         line = [mode]
