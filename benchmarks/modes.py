@@ -3,7 +3,7 @@
     python modes.py                              # both, on a GPU
     python modes.py quality --device cuda --seeds 3
     python modes.py memory --device cuda
-    python modes.py table                        # rewrites docs/how-to/choose-a-mode.md from the rows
+    python modes.py table                        # rewrites docs/measurements/modes.md from the rows
 
 Quality: a small transformer reads Python's documentation, and a small convolutional net takes noise
 out of handwritten digits. Every mode of a seed starts with the same weights and sees the same
@@ -46,7 +46,7 @@ from gradscale.torch.mixed_precision import MODES
 from gradscale.torch.optim import AdamW
 
 RESULTS = Path(__file__).parent / "modes.csv"
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "choose-a-mode.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "modes.md"
 NO_SCALE = "fp16, no scale"
 ARMS = (*MODES, NO_SCALE)
 OWN, TORCHS = "gradscale.torch.optim.AdamW", "torch.optim.AdamW(fused=True)"
@@ -278,9 +278,7 @@ def _quality_table(rows: list[Row]) -> list[str]:
     for (case, mode, _), row in last.items():
         cells[case, mode].append(row)
     names = list(dict.fromkeys(case for case, _ in cells))
-    lines = [
-        "| mode | " + " | ".join(f"{name} | less float32's | skipped" for name in names) + " |"
-    ]
+    lines = ["| mode | " + " | ".join(f"{name} | minus float32 | skipped" for name in names) + " |"]
     lines.append("|---|" + "---|---|---|" * len(names))
     for mode in ARMS:
         line = [mode]
