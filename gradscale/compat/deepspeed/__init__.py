@@ -5,7 +5,7 @@
 
 `engine.backward(loss)` and `engine.step()` stay as they are. `DynamicLossScaler` and `LossScaler`
 have the names of DeepSpeed's classes, `policy_from_config` and `config_from_policy` translate its
-settings. docs/move/deepspeed.md has what differs.
+settings. docs/move/deepspeed.md lists the differences.
 """
 
 from gradscale.compat.deepspeed.engine import attach, detach

@@ -4,7 +4,7 @@
         each.grad_scaler = MegatronGradScaler(policy)
 
 `policy_from_arguments` and `arguments_from_policy` translate Megatron-LM's settings.
-docs/move/deepspeed.md has what differs. Megatron-LM need not be installed.
+docs/move/megatron.md lists the differences. Megatron-LM need not be installed.
 """
 
 from gradscale.compat.megatron.scaler import MegatronGradScaler
