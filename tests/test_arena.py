@@ -362,16 +362,19 @@ def test_smoke(tmp_path: Path) -> None:
     assert len([row for row in found if row.seed == 1]) == 1  # the best of the first seed
     dead = {row.arm: row.dead for row in found if row.seed == 0}
     assert dead[NO_SCALE] > dead[TORCHS] > 0
-    page = tmp_path / "page.md"
+    page = tmp_path / "measurements" / "page.md"
+    page.parent.mkdir()
     page.write_text(f"Before.\n{table.BEGIN}\nold\n{table.END}\nAfter.\n")
-    table.write(found, page=page)
-    table.write(found, page=page)
+    table.write(found, page=page, images=tmp_path / "images")
+    table.write(found, page=page, images=tmp_path / "images")
     text = page.read_text()
     assert text.startswith(f"Before.\n{table.BEGIN}\n\n### Small, ")
     assert text.endswith(f"\n{table.END}\nAfter.\n")
     assert text.count(f"| {TORCHS} |") == 1
     for name in ("scales", "metrics"):
-        assert (tmp_path / f"images/arena-small-cpu-{name}.png").stat().st_size > 1000
+        picture = f"images/arena-small-cpu-{name}.png"
+        assert f"](../{picture})" in text
+        assert (tmp_path / picture).stat().st_size > 1000
 
 
 @pytest.mark.soak  # two processes import torch
@@ -539,7 +542,7 @@ def test_duel_leaves_out_what_one_side_refused() -> None:
     _, text = table.duel(found)
     assert "half weights" not in text
     assert text.splitlines()[2].endswith("| 2.0000 | 1.9000 | -0.1000 |")
-    assert text.splitlines()[-1].startswith("| together | 7 | 1 |")
+    assert text.splitlines()[-1].startswith("| total | 7 | 1 |")
 
 
 def test_page_without_marks_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pictures of docs/how-to/choose-a-policy.md: the scales over the steps, and the metrics.
+"""The pictures of docs/measurements/arena.md: the scales over the steps, and the metrics.
 
 Drawn with matplotlib's Figure alone, as the demo's picture is.
 """
@@ -33,19 +33,18 @@ MOVING = ("torch's GradScaler", "Dynamic", "Histogram", "LogMax", "Headroom")
 Panel = Callable[[Axes, Sequence[Row], int | None], None]
 
 
-def draw(rows: Sequence[Row], best: Mapping[str, int | None], name: str, page: Path) -> list[str]:
-    """Draws both pictures into the folder images beside `page`; the lines that show them."""
-    folder = page.parent / "images"
-    folder.mkdir(exist_ok=True)
-    shown = []
+def draw(rows: Sequence[Row], best: Mapping[str, int | None], path: Path) -> list[tuple[str, Path]]:
+    """Draws both pictures into files whose paths begin with `path`; their captions and files."""
+    path.parent.mkdir(exist_ok=True)
+    drawn = []
     for kind, panel, text in (
-        ("scales", _scales, "The scale over the steps, as a power of two; x: a skipped step."),
+        ("scales", _scales, "The scale at every step, as a power of two. An x is a skipped step."),
         ("metrics", _metrics, "The metric of every seed."),
     ):
-        file = folder / f"{name}-{kind}.png"
+        file = path.with_name(f"{path.name}-{kind}.png")
         _grid(rows, best, panel).savefig(file, dpi=70)
-        shown.append(f"![{text}](images/{file.name})\n\n{text}")
-    return shown
+        drawn.append((text, file))
+    return drawn
 
 
 def _grid(rows: Sequence[Row], best: Mapping[str, int | None], panel: Panel) -> Figure:

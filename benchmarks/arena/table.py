@@ -1,8 +1,9 @@
-"""The section of docs/how-to/choose-a-policy.md that the rows make: one table, and what it says of two rules."""
+"""The generated section of docs/measurements/arena.md: the tables of every size and device."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import stdev
@@ -13,7 +14,8 @@ from arena.rows import Row, Time, mean, of_arm
 from arena.training import SIZES
 from arena.trainings import TRAININGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "choose-a-policy.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, IMAGES = DOCS / "measurements" / "arena.md", DOCS / "images"
 BEGIN, END = "<!-- arena: begin -->", "<!-- arena: end -->"
 TORCHS, HEADROOM = "torch's GradScaler", "Headroom"
 ARMS = (
@@ -40,10 +42,12 @@ def best_static(rows: Iterable[Row]) -> int | None:
     return int(float(chosen.history.split("x")[0]))
 
 
-def write(rows: Sequence[Row], times: Sequence[Time] = (), page: Path = PAGE) -> None:
-    """Writes the section between the two marks of `page`, and its pictures beside it.
+def write(
+    rows: Sequence[Row], times: Sequence[Time] = (), page: Path = PAGE, images: Path = IMAGES
+) -> None:
+    """Writes the section between the two marks of `page`, and its pictures into `images`.
 
-    Rows of sizes that there are no more are left out.
+    Rows of sizes that no longer exist are left out.
     """
     from arena import plots  # matplotlib: the processes that only run have no use for it
 
@@ -56,15 +60,21 @@ def write(rows: Sequence[Row], times: Sequence[Time] = (), page: Path = PAGE) ->
         clocked = [time for time in times if (time.size, time.device) == (size, device)]
         parts += [f"### {where[0].upper()}{where[1:]}", *big_table(ordinary, clocked)]
         parts += [*duel(ordinary), *starts(group), *statics(ordinary)]
-        parts += plots.draw(
-            ordinary, {t: best_static(_of(ordinary, t)) for t in TRAININGS}, name, page
-        )
+        best = {t: best_static(_of(ordinary, t)) for t in TRAININGS}
+        files = plots.draw(ordinary, best, images / name)
+        parts += [_shown(text, file, page) for text, file in files]
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     if not after and END not in rest:
         raise ValueError(f"{page.name} must have the marks {BEGIN} and {END}.")
     page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}", "utf-8")
+
+
+def _shown(text: str, picture: Path, page: Path) -> str:
+    """The picture in Markdown, by its path from the folder of `page`, with `text` below it."""
+    path = Path(os.path.relpath(picture, page.parent)).as_posix()
+    return f"![{text}]({path})\n\n{text}"
 
 
 def big_table(rows: Sequence[Row], times: Sequence[Time] = ()) -> Iterator[str]:
@@ -113,7 +123,7 @@ def duel(rows: Sequence[Row]) -> Iterator[str]:
     """torch's rule and Headroom, side by side."""
     lines = [
         "| training | skipped, torch | Headroom | underflow, torch | Headroom | "
-        "metric, torch | Headroom | Headroom less torch, seed by seed |",
+        "metric, torch | Headroom | Headroom minus torch, per seed |",
         "|---|---|---|---|---|---|---|---|",
     ]
     skipped = [0, 0]
@@ -132,8 +142,8 @@ def duel(rows: Sequence[Row]) -> Iterator[str]:
         lines.append(f"| {training} | {' | '.join(cells)} |")
         skipped = [total + int(cell) for total, cell in zip(skipped, cells[:2], strict=True)]
     if len(lines) > 2:
-        lines.append(f"| together | {skipped[0]} | {skipped[1]} | | | | | |")
-        yield "torch's rule and `Headroom`, over the seeds that both have finished:"
+        lines.append(f"| total | {skipped[0]} | {skipped[1]} | | | | | |")
+        yield "torch's rule and `Headroom`, for the seeds that both have finished:"
         yield "\n".join(lines)
 
 
@@ -153,7 +163,7 @@ def statics(rows: Sequence[Row]) -> Iterator[str]:
             cells.append("" if run is None else "-" if _idle(run) else f"{run.value:.3f}")
         if runs:
             lines.append(f"| {training} | {' | '.join(cells)} |")
-    yield "The metric with every static scale; a dash: every step was skipped."
+    yield "The metric with every static scale. A dash means that every step was skipped."
     yield "\n".join(lines)
 
 
@@ -172,7 +182,7 @@ def starts(rows: Sequence[Row]) -> Iterator[str]:
             cells.append(str(max(wasted)) if wasted else "")
         if any(cells):
             lines.append(f"| {arm} | {' | '.join(cells)} |")
-    yield "The most wasted steps of all trainings at the start, from many first scales:"
+    yield "The most wasted steps at the start of a run, over all trainings, by initial scale:"
     yield "\n".join(lines)
 
 

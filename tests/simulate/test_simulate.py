@@ -120,7 +120,7 @@ LOGNORMAL = [
     ("histories", "runs"),
     [
         (["lognormal(1.5)", "lognormal(3.0)", "lognormal(0.5, spikes=0.02, height=8)"], 60),
-        pytest.param(LOGNORMAL, 300, marks=pytest.mark.soak),  # docs/measurements/arena.md
+        pytest.param(LOGNORMAL, 300, marks=pytest.mark.soak),  # docs/explain/policies.md
     ],
 )
 def test_headroom_skips_one_step_in_a_thousand_near_the_best_static_scale(
