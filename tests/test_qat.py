@@ -1,4 +1,4 @@
-"""Quantization-aware training under our scaler: examples/qat_tensorrt.py, docs/how-to/quantize.md."""
+"""Quantization-aware training: examples/qat_tensorrt.py and docs/how-to/quantize.md."""
 
 from __future__ import annotations
 

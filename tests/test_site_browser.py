@@ -1,4 +1,4 @@
-"""The documentation site in a real browser: opened from disk, searched, in all colours and widths."""
+"""The site in a real browser: opened from disk, searched, in light and dark, wide and narrow."""
 
 from __future__ import annotations
 

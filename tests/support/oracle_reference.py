@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler with the rows of docs/reference/differences.md applied: what ours must equal.
+"""torch.amp.GradScaler with the rows of docs/reference/differences.md applied: ours must equal it.
 
 `Reference` is a world driven by torch's scaler. Before a call it asks the predicates, one per row
 and named after it, whether the call falls under a row. If none says so, torch is simply called, and

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradscale.errors import CallOrderError, SettingError, StuckError
-from gradscale.policy import GradStats, Headroom, HeadroomState
+from gradscale.policy import GradStats, Headroom, HeadroomState, Off
 from gradscale.torch.distributed.consensus import largest
 from gradscale.torch.grads.collect import Gradients
 from gradscale.torch.grads.reference import measure
@@ -35,6 +35,8 @@ def calibrate(
 ) -> float:
     """The scale that suits the gradients of `closure`, which the state has from here on.
 
+    With the policy `Off` it is 1, and no pass is run.
+
     Raises:
         StuckError: No scale gave finite gradients, or the loss is not finite.
     """
@@ -46,6 +48,8 @@ def calibrate(
         raise CallOrderError(
             "calibrate() was called in the middle of an iteration. Call update() first."
         )
+    if isinstance(pipeline.state.policy, Off):
+        return 1.0
     rule = _rule_to_search_by(pipeline.state)
     state = rule.init()._replace(scale=_power_below(pipeline.state.number()))
     for _ in range(PASSES):

@@ -57,6 +57,13 @@ def test_the_comparison_notices_a_scale_that_is_off() -> None:
     assert not good(Task(2.0**-5), 2.0**21)
 
 
+def test_scale_of_off_is_one_without_a_pass() -> None:
+    task = Task(2.0**-30)
+    scaler = GradScaler(HERE, policy=gs.Off())
+    assert scaler.calibrate(task, task.optimizer) == scaler.get_scale() == 1.0
+    assert task.passes == 0
+
+
 def test_the_first_step_uses_it() -> None:
     task = Task(2.0**-30)
     scaler = GradScaler(HERE)
