@@ -84,7 +84,9 @@ def test_histogram_is_the_recorded_rows() -> None:
     rows = {row["binade"]: row for row in script.read(script.ROWS)}
     total = sum(row["float32"] for row in rows.values())
     groups = bars(script)
+    page = (ROOT / "docs" / "explain" / "loss-scaling.md").read_text(encoding="utf-8")
     for name in ("float16", "scaled"):
+        assert all(f"{100 * share:.1f} %" in page for share in script.shares(name))
         assert sum(row[name] for row in rows.values()) == total
         (zero,) = groups[f"{name}-zero"]
         assert zero.get_height() == pytest.approx(100 * rows[script.ZERO][name] / total)
