@@ -12,7 +12,7 @@ PIP_SHOWS = $$(test -t 2 && echo --progress-bar=on || echo -qq) --disable-pip-ve
 PINNED_TESTS := $(shell grep -E '^(hypothesis|pytest)==' constraints-dev.txt)
 COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 
-.PHONY: demo docs test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
+.PHONY: demo docs pictures test test-deepspeed test-keras test-mxnet soak lint bench mutants compat clean
 
 demo: $(STAMP)
 	@echo "Training: 7 runs of 1000 steps on the CPU (about 1 min)"
@@ -68,6 +68,11 @@ bench: $(STAMP)
 # The site, in site/: open site/index.html. `make test` builds it as well.
 docs: $(STAMP)
 	$(BIN)/mkdocs build
+
+# The pictures of the README and of the site, drawn from the rows in docs/pictures. A script of that
+# folder measures its rows again with --record.
+pictures: $(STAMP)
+	@$(BIN)/python docs/pictures
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py
