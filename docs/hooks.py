@@ -36,7 +36,8 @@ def root_page(name: str) -> str:
         return found[1] + ROOT_PAGES.get(found[2], "")
 
     text = ROOT_LINK.sub(link, text)
-    return PICTURES.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)\n<picture hidden>", text)
+    text = PICTURES.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)\n<picture hidden>", text)
+    return f"---\nhide: [navigation]\n---\n\n{text}" if name == "README.md" else text
 
 
 def examples() -> dict[str, str]:
