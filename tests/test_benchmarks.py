@@ -25,6 +25,7 @@ import end_to_end  # noqa: E402
 import host  # noqa: E402
 import illnesses  # noqa: E402
 import inspector  # noqa: E402
+import iterations  # noqa: E402
 import modes  # noqa: E402
 import spikes  # noqa: E402
 import step  # noqa: E402
@@ -66,6 +67,7 @@ def test_scripts_are_all_known_here() -> None:
         host,
         illnesses,
         inspector,
+        iterations,
         modes,
         ranks,
         spikes,
@@ -236,6 +238,18 @@ def test_end_to_end_runs_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert said.count("11 of 11 steps applied") == len(names)
     assert "float16, ours, against float16, no scaler: " in said
+
+
+def test_whole_iterations_are_timed_in_every_way(tmp_path: Path) -> None:
+    table = tmp_path / "results.csv"
+    few = ["--tiny", "--steps", "1", "--repeats", "1", "--models", "MLP", "GPT-2 small"]
+    iterations.main([*few, "--results", str(table)])
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [f"{model}, {case}" for model in ("MLP", "GPT-2 small") for case in iterations.CASES]
+    assert [row["case"] for row in rows[::3]] == names
+    assert {row["tensors"] for row in rows if row["case"].startswith("MLP")} == {"40"}
+    assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
 def test_every_mode_is_trained_on_the_cpu(tmp_path: Path) -> None:
