@@ -12,7 +12,8 @@
     gradients = optimizer.get_unscaled_gradients(scaled_gradients)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-Keras 3 has neither `get_scaled_loss` nor `get_unscaled_gradients`. docs/move/keras.md has what differs.
+Keras 3 has neither `get_scaled_loss` nor `get_unscaled_gradients`. docs/move/keras.md lists the
+differences.
 """
 
 from __future__ import annotations
