@@ -12,8 +12,9 @@ from gradscale.errors import SettingError
 class Format:
     """A binary floating-point format: its bits, and its limits.
 
-    >>> FLOAT16.max, FLOAT16.smallest_normal, FLOAT16.smallest_subnormal
-    (65504.0, 6.103515625e-05, 5.960464477539063e-08)
+    Examples:
+        >>> FLOAT16.max, FLOAT16.smallest_normal, FLOAT16.smallest_subnormal
+        (65504.0, 6.103515625e-05, 5.960464477539063e-08)
     """
 
     name: str
@@ -62,8 +63,9 @@ FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E5M2, FLOAT8_E
 def format_named(name: str) -> Format:
     """The format called `name`.
 
-    >>> format_named("bfloat16").eps
-    0.0078125
+    Examples:
+        >>> format_named("bfloat16").eps
+        0.0078125
     """
     if name not in FORMATS:
         raise SettingError(f"format must be one of {', '.join(FORMATS)}, got {name!r}.")

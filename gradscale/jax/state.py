@@ -29,8 +29,8 @@ class ScaledState(NamedTuple):
     """float32: the scale; scale, grad_norm, amax and headroom of the last step; then the float32
     fields of the policy's state other than the scale."""
     ints: Any
-    """int32: applied, finite, fits and loss_finite of the last step; `Counts`; then the int32 fields
-    of the policy's state."""
+    """int32: applied, finite, fits and loss_finite of the last step; the counters; then the int32
+    fields of the policy's state."""
 
     @property
     def scale(self) -> Any:

@@ -67,8 +67,9 @@ def verdict(
         finite_amax: The largest finite magnitude of the scaled gradients, if known.
         format: The narrowest format of the backward pass, if known.
 
-    >>> verdict(applied=False, finite=False, scale=65536.0)
-    'scale too high'
+    Examples:
+        >>> verdict(applied=False, finite=False, scale=65536.0)
+        'scale too high'
     """
     if applied:
         return "applied"

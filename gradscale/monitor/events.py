@@ -40,15 +40,16 @@ class Event(NamedTuple):
 class Tracker:
     """Converts step records to events, and counts consecutive skipped steps.
 
-    >>> from gradscale.monitor.records import Move
-    >>> tracker = Tracker(stuck_after=2)
-    >>> bad = Step(key="optimizer", applied=False)
-    >>> [e.name for e in tracker.events(StepRecord(1, 8.0, (bad,), (Move(0, 16.0, 8.0),)))]
-    ['skip', 'backoff']
-    >>> [e.name for e in tracker.events(StepRecord(2, 8.0, (bad,)))]
-    ['skip', 'stuck']
-    >>> [e.name for e in tracker.events(StepRecord(3, 8.0, (Step("optimizer", applied=True),)))]
-    ['recover']
+    Examples:
+        >>> from gradscale.monitor.records import Move
+        >>> tracker = Tracker(stuck_after=2)
+        >>> bad = Step(key="optimizer", applied=False)
+        >>> [e.name for e in tracker.events(StepRecord(1, 8.0, (bad,), (Move(0, 16.0, 8.0),)))]
+        ['skip', 'backoff']
+        >>> [e.name for e in tracker.events(StepRecord(2, 8.0, (bad,)))]
+        ['skip', 'stuck']
+        >>> [e.name for e in tracker.events(StepRecord(3, 8.0, (Step("optimizer", applied=True),)))]
+        ['recover']
     """
 
     __slots__ = ("_restored", "_skipped", "history", "stuck_after")

@@ -143,9 +143,10 @@ def from_records(
 ) -> list[Finding]:
     """Returns the findings of a run, from the "step" lines of its log; of several ranks together.
 
-    >>> healthy = [{"step": n, "scale": 1.0, "steps": [{"applied": True}]} for n in range(9)]
-    >>> from_records(healthy)
-    []
+    Examples:
+        >>> healthy = [{"step": n, "scale": 1.0, "steps": [{"applied": True}]} for n in range(9)]
+        >>> from_records(healthy)
+        []
     """
     rules: dict[int | None, RecordRules] = {}
     for record in records:

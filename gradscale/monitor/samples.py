@@ -55,9 +55,10 @@ class TensorSample(NamedTuple):
     def subnormal(self, format: Format) -> float:
         """Returns the share of the nonzero elements below the format's smallest normal number.
 
-        >>> from gradscale.formats import FLOAT16
-        >>> TensorSample("x", "activation", 4, low=-15, counts=(1, 3)).subnormal(FLOAT16)
-        0.25
+        Examples:
+            >>> from gradscale.formats import FLOAT16
+            >>> TensorSample("x", "activation", 4, low=-15, counts=(1, 3)).subnormal(FLOAT16)
+            0.25
         """
         return _share(self.below(format.smallest_normal), self.nonzero())
 

@@ -21,8 +21,9 @@ class ScaleState(NamedTuple):
 class Off:
     """No scaling: the scale is always 1. Steps with gradients that are not finite are skipped.
 
-    >>> Off().update(Off().init(), GradStats(finite=False))
-    ScaleState(scale=1.0)
+    Examples:
+        >>> Off().update(Off().init(), GradStats(finite=False))
+        ScaleState(scale=1.0)
     """
 
     __repr__ = call_of
@@ -42,8 +43,9 @@ class Off:
 class Static:
     """A constant scale. Steps with gradients that are not finite are skipped.
 
-    >>> Static(1024.0).init()
-    ScaleState(scale=1024.0)
+    Examples:
+        >>> Static(1024.0).init()
+        ScaleState(scale=1024.0)
     """
 
     __repr__ = call_of

@@ -18,12 +18,13 @@ _DOUBLINGS = 20
 class DynamicState(NamedTuple):
     """The state of `Dynamic`.
 
-    >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
-    >>> state = policy.update(policy.init(), GradStats(finite=True))
-    >>> state
-    DynamicState(scale=8.0, good_steps=1, bad_steps=0)
-    >>> policy.update(state, GradStats(finite=False))
-    DynamicState(scale=4.0, good_steps=0, bad_steps=1)
+    Examples:
+        >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
+        >>> state = policy.update(policy.init(), GradStats(finite=True))
+        >>> state
+        DynamicState(scale=8.0, good_steps=1, bad_steps=0)
+        >>> policy.update(state, GradStats(finite=False))
+        DynamicState(scale=4.0, good_steps=0, bad_steps=1)
     """
 
     scale: Any
@@ -60,11 +61,12 @@ class Dynamic:
     `slow_growth_above`, the interval is `growth_interval` up to that scale and doubles with each
     binade above it, so high scales are tried rarely and a scale that fell far recovers quickly.
 
-    >>> policy = Dynamic(init_scale=2.0**16, growth_interval=1)
-    >>> policy.update(policy.init(), GradStats(finite=True)).scale == 2.0**17
-    True
-    >>> policy.update(policy.init(), GradStats(finite=False)).scale == 2.0**15
-    True
+    Examples:
+        >>> policy = Dynamic(init_scale=2.0**16, growth_interval=1)
+        >>> policy.update(policy.init(), GradStats(finite=True)).scale == 2.0**17
+        True
+        >>> policy.update(policy.init(), GradStats(finite=False)).scale == 2.0**15
+        True
     """
 
     __repr__ = call_of

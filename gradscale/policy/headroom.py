@@ -92,11 +92,12 @@ class Headroom:
     are all zero raise it by 24. `spread` starts at two binades, or at four or more after bad steps,
     and decays eight times as fast at first.
 
-    >>> policy = Headroom(init_scale=2.0**16)
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
-    68719476736.0
-    >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
-    1.0
+    Examples:
+        >>> policy = Headroom(init_scale=2.0**16)
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
+        68719476736.0
+        >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
+        1.0
     """
 
     __repr__ = call_of

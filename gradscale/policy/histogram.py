@@ -37,11 +37,12 @@ class Histogram:
     PopART with two changes: where the published rule alternates between doubling and halving, this
     one keeps the scale; and a step that is not finite lowers the scale.
 
-    >>> policy = Histogram(interval=1)
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0)).scale
-    32768.0
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0)).scale
-    131072.0
+    Examples:
+        >>> policy = Histogram(interval=1)
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0)).scale
+        32768.0
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0)).scale
+        131072.0
     """
 
     __repr__ = call_of

@@ -42,9 +42,10 @@ class LogMax:
     ceiling is that of the format. The averages are float32, and their last bits differ between
     frameworks, so a scale at the edge of a binade may differ too.
 
-    >>> policy = LogMax()
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-10, exponent=-9)).scale
-    4398046511104.0
+    Examples:
+        >>> policy = LogMax()
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-10, exponent=-9)).scale
+        4398046511104.0
     """
 
     __repr__ = call_of

@@ -52,8 +52,8 @@ class StepOutcome:
     loss: Any = None
     """The value that the closure returned, usually the loss; None without a closure."""
     dropped: Tensor | None = None
-    """int32: number of backward passes left out because their gradients were not finite; None if the
-    passes are not droppable."""
+    """int32: number of backward passes left out because their gradients were not finite; None if no
+    pass is droppable."""
     bad_rank: Tensor | None = None
     """float32: the lowest rank with gradients that were not finite, infinity if there is none; None
     if ranks do not decide together."""
