@@ -50,6 +50,10 @@ def scaled(
         updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
 
+    It is a `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss: if
+    it is not finite, the step is skipped and the scale does not move. Further arguments are passed
+    on to `optimizer`.
+
     A skipped step does not change the state of `optimizer`, including its counters and schedules,
     and its updates are zeros that change no bit of a parameter. The scale moves after every step.
     Wrap the whole chain, not a part of it, so that no transformation sees skipped steps.
@@ -65,11 +69,6 @@ def scaled(
         keep_dtype: Pass the gradients to `optimizer` in their own types, not in float32.
         on_step: Called on the host with a `Record` of every step, such as a `Monitor`; None sends
             nothing to the host.
-
-    Returns:
-        A `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss: if
-        it is not finite, the step is skipped and the scale does not move. Further arguments are
-        passed on to `optimizer`.
     """
     try:
         import optax

@@ -47,7 +47,7 @@ class MixedPrecision:
 
     To compute a batch again if it overflows: `outcome = mp.run(lambda: loss_fn(model, batch))`.
 
-    In all modes, steps whose gradients are not finite are skipped, and the outcome is the same:
+    The modes, all of which skip steps whose gradients are not finite:
 
     | mode | passes | weights | masters |
     |---|---|---|---|

@@ -26,7 +26,8 @@ class StepOutcome:
 
     They belong to this step and do not change in later steps. A value that was not measured is
     None: `apply()` measures everything except `underflow`, which is off by default; torch's calls
-    measure what they read anyway; closures and a disabled scaler measure nothing.
+    measure what they read anyway; a closure leaves `grad_norm` and `amax` at None; a disabled
+    scaler measures nothing.
     """
 
     applied: Tensor
