@@ -36,13 +36,6 @@ def test_site_has_every_example(site: Path) -> None:
     assert [name for name in names if not (site / "examples" / f"{name}.html").exists()] == []
 
 
-def test_site_fetches_nothing(site: Path) -> None:
-    fetched = re.compile(
-        r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*\shref=["']?(?:https?:)?//[^>]*stylesheet"""
-    )
-    assert [path.name for path in site.rglob("*.html") if fetched.search(path.read_text())] == []
-
-
 PUBLIC = [
     "gradscale",
     "gradscale.torch",
@@ -54,8 +47,6 @@ PUBLIC = [
     "gradscale.runlog",
     "gradscale.monitor",
 ]
-
-
 EXCEPTIONS = ("CallOrderError", "SettingError", "StateError", "StuckError")
 """Each has a section of reference/errors.md."""
 
@@ -83,3 +74,8 @@ def test_site_has_every_public_name(site: Path) -> None:
     names = public_names()
     assert len(names) > 80
     assert [path for path, same in names.items() if not same & anchors] == []
+
+
+def test_site_fetches_nothing(site: Path) -> None:
+    fetched = re.compile(r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*\shref=["']?(?:https?:)?//[^>]*stylesheet""")
+    assert [path.name for path in site.rglob("*.html") if fetched.search(path.read_text())] == []

@@ -50,9 +50,9 @@ def scaled(
         updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
 
-    It is a `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss: if
-    it is not finite, the step is skipped and the scale does not move. Further arguments are passed
-    on to `optimizer`.
+    It is a `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss:
+    if it is not finite, the step is skipped and the scale does not move. Further arguments are
+    passed on to `optimizer`.
 
     A skipped step does not change the state of `optimizer`, including its counters and schedules,
     and its updates are zeros that change no bit of a parameter. The scale moves after every step.
