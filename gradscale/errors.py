@@ -10,11 +10,11 @@ import sys
 
 
 class SettingError(ValueError, AssertionError):
-    """A setting has a wrong value; the message names the setting, the rule and the value."""
+    """A setting has an invalid value. The message has the name, the rule and the value."""
 
 
 class CallOrderError(RuntimeError, AssertionError):
-    """A method was called too early, too late or twice; the message names the missing call."""
+    """A method was called too early, too late or twice. The message names the missing call."""
 
 
 class StateError(ValueError, RuntimeError):
@@ -22,7 +22,7 @@ class StateError(ValueError, RuntimeError):
 
 
 class StuckError(RuntimeError):
-    """Too many steps in a row were skipped; the message contains a diagnosis."""
+    """Too many consecutive steps were skipped. The message contains a diagnosis."""
 
 
 def caller_level() -> int:

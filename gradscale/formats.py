@@ -10,10 +10,11 @@ from gradscale.errors import SettingError
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format: its bits, and the limits that follow from them.
+    """A binary floating-point format: its bits, and its limits.
 
-    >>> FLOAT16.max, FLOAT16.smallest_normal, FLOAT16.smallest_subnormal
-    (65504.0, 6.103515625e-05, 5.960464477539063e-08)
+    Examples:
+        >>> FLOAT16.max, FLOAT16.smallest_normal, FLOAT16.smallest_subnormal
+        (65504.0, 6.103515625e-05, 5.960464477539063e-08)
     """
 
     name: str
@@ -22,11 +23,11 @@ class Format:
     max: float
     """The largest finite number."""
     infinite: bool = True
-    """Whether the format has infinities; without them an overflow gives NaN or the maximum."""
+    """Whether the format has infinities; if not, an overflow gives NaN or the maximum."""
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest positive normal number: below it, numbers lose mantissa bits."""
+        """The smallest positive normal number; numbers below it have fewer mantissa bits."""
         return math.ldexp(1.0, 2 - (1 << (self.exponent_bits - 1)))
 
     @property
@@ -36,7 +37,7 @@ class Format:
 
     @property
     def ceiling(self) -> int:
-        """The frexp exponent of the largest finite number: 2 to this power is larger than it."""
+        """The frexp exponent of the largest finite number, which is below 2 to this power."""
         return math.frexp(self.max)[1]
 
     @property
@@ -62,8 +63,9 @@ FORMATS = {f.name: f for f in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E5M2, FLOAT8_E
 def format_named(name: str) -> Format:
     """The format called `name`.
 
-    >>> format_named("bfloat16").eps
-    0.0078125
+    Examples:
+        >>> format_named("bfloat16").eps
+        0.0078125
     """
     if name not in FORMATS:
         raise SettingError(f"format must be one of {', '.join(FORMATS)}, got {name!r}.")

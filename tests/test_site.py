@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,46 @@ def test_site_has_every_page(site: Path) -> None:
 def test_site_has_every_example(site: Path) -> None:
     names = [path.stem for path in (ROOT / "examples").glob("*.py")]
     assert [name for name in names if not (site / "examples" / f"{name}.html").exists()] == []
+
+
+PUBLIC = [
+    "gradscale",
+    "gradscale.torch",
+    "gradscale.torch.optim",
+    "gradscale.torch.blocks",
+    "gradscale.torch.checkpoint",
+    "gradscale.jax",
+    "gradscale.keras",
+    "gradscale.runlog",
+    "gradscale.monitor",
+]
+EXCEPTIONS = ("CallOrderError", "SettingError", "StateError", "StuckError")
+"""Each has a section of reference/errors.md."""
+
+
+def public_names() -> dict[str, set[str]]:
+    """Every public name, as it is read from the sources, with all names of the same object."""
+    griffe = pytest.importorskip("griffe")
+    package: Any = griffe.load("gradscale", search_paths=[ROOT], resolve_aliases=True)
+    same: dict[str, set[str]] = {}
+    origin: dict[str, str] = {}
+    for module in PUBLIC:
+        names = package[module.removeprefix("gradscale").lstrip(".")] if "." in module else package
+        for name in names.exports:
+            path = f"{module}.{name}"
+            origin[path] = names[str(name)].canonical_path
+            same.setdefault(origin[path], {origin[path]}).add(path)
+    return {path: same[target] for path, target in origin.items()}
+
+
+def test_site_has_every_public_name(site: Path) -> None:
+    anchors = set()
+    for page in (site / "reference").glob("*.html"):
+        anchors |= set(re.findall(r'<h\d id="([^"]+)"', page.read_text(encoding="utf-8")))
+    anchors |= {f"gradscale.{name}" for name in EXCEPTIONS if name.lower() in anchors}
+    names = public_names()
+    assert len(names) > 80
+    assert [path for path, same in names.items() if not same & anchors] == []
 
 
 def test_site_fetches_nothing(site: Path) -> None:

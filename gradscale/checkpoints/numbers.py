@@ -34,11 +34,11 @@ def written(policy: Policy, fields: Mapping[str, Any], counts: Counts) -> dict[s
 
 
 def load_policy(saved: Mapping[str, Any], present: Policy | None = None) -> Policy:
-    """The policy of a checkpoint of any engine, or of a peer that gradscale reads.
+    """Returns the policy of a checkpoint of any engine, or of another system that gradscale reads.
 
     Args:
         saved: The checkpoint.
-        present: Whose settings are used where the checkpoint has none, as that of a peer.
+        present: The policy whose settings are used where the checkpoint has none.
     """
     return policy_of(checkpoints.read(saved), present or Dynamic())
 

@@ -3,7 +3,7 @@
     optimizer = scaled(optax.adamw(3e-4), gradscale.Headroom(), clip_norm=1.0)
 
 The scale is an array in a state that the caller carries, so a step is compiled once however the
-scale moves. Nothing here keeps a state of its own or reads a value back to the host.
+scale moves. The functions have no state of their own and read nothing back to the host.
 """
 
 try:

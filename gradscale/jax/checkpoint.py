@@ -20,11 +20,11 @@ __all__ = ["load_policy", "load_state_dict", "state_dict"]
 
 
 def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
-    """The checkpoint of `state`: numbers, strings and dicts. **Waits for the device**.
+    """Returns the checkpoint of `state`: numbers, strings and dicts. **Waits for the device**.
 
     Args:
-        policy: The policy that the state is of.
-        state: A state of the policy, or of an optimizer that has one in it.
+        policy: The policy of the state.
+        state: A state of the policy, or the state of an optimizer that contains one.
     """
     policy, counts = as_policy(policy), Counts()
     if not isinstance(state, State):
@@ -35,14 +35,14 @@ def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
 
 
 def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) -> Any:
-    """`state` with the numbers of a checkpoint, which any engine or a known peer has written.
+    """Returns `state` with the numbers of a checkpoint of any engine or of another known system.
 
-    Settings are those of `policy`; `load_policy` reads those of the checkpoint. If that is of
-    another policy, the scale is all that is taken over.
+    The settings are those of `policy`; `load_policy` reads those of the checkpoint. If that has
+    another policy, only the scale is loaded.
 
     Args:
-        policy: The policy that the state is of.
-        state: A state of the policy, or of an optimizer that has one in it.
+        policy: The policy of the state.
+        state: A state of the policy, or the state of an optimizer that contains one.
         saved: The checkpoint.
 
     Raises:

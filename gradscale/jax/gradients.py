@@ -17,25 +17,25 @@ T = TypeVar("T")
 
 
 def init(policy: Policy | str) -> State:
-    """The first state of `policy`, as arrays."""
+    """Returns the first state of `policy`, as arrays."""
     return as_policy(policy).init(jnp)
 
 
 def update(policy: Policy | str, state: State, stats: GradStats) -> State:
-    """The state of `policy` after a step with these `stats`: moves the scale."""
+    """Returns the state of `policy` after a step with these `stats`: moves the scale."""
     return as_policy(policy).update(state, stats, jnp)  # type: ignore[arg-type]
 
 
 def applies(stats: GradStats) -> Array:
-    """bool: whether a step with these `stats` is to be applied rather than skipped."""
+    """Returns whether a step with these `stats` is applied rather than skipped (bool)."""
     return jnp.asarray(stats.finite) & stats.fits & stats.loss_finite
 
 
 def select(condition: Any, new: T, old: T) -> T:
-    """The leaves of `new` where `condition` (bool) is true, else those of `old`.
+    """Returns the leaves of `new` where `condition` (bool) is true, otherwise those of `old`.
 
-    Leaves keep the types of `old`, so that a compiled step is traced once. Those that are no arrays
-    or numbers, such as the functions of a module, are the ones of `old`.
+    Leaves keep the types of `old`, so that a compiled step is traced once. Leaves that are neither
+    arrays nor numbers, such as the functions of a module, are those of `old`.
     """
 
     def one(after: Any, before: Any) -> Any:
@@ -54,19 +54,19 @@ def scaled_value_and_grad(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad(fun)` with gradients that are multiplied by a scale.
+    """Returns `jax.value_and_grad(fun)` with gradients that are multiplied by a scale.
 
         loss, grads = scaled_value_and_grad(loss_fn)(scale_of(opt_state), params, batch)
 
-    The function that is returned takes the scale first. It returns the value itself, which is never
-    scaled and so does not overflow through the scale, and the scaled gradients.
+    The returned function takes the scale as its first argument. It returns the unscaled value,
+    which the scale cannot make overflow, and the scaled gradients.
 
     Args:
-        fun: Returns a loss, and anything else besides if `has_aux`. If the loss is float16, the
-            backward pass begins in float16, where scales from 2**16 on are infinite: return it in
-            float32.
-        argnums: What to differentiate with respect to.
-        options: Further arguments of `jax.value_and_grad`, such as `allow_int`.
+        fun: Returns a loss, and auxiliary data if `has_aux`. If the loss is float16, the backward
+            pass starts in float16, where scales from 2**16 on are infinite: return float32.
+        argnums: Which arguments to differentiate with respect to.
+        has_aux: Whether `fun` returns auxiliary data.
+        **options: Further arguments of `jax.value_and_grad`, such as `allow_int`.
     """
 
     def value_and_scaled_grad(scale: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -103,27 +103,28 @@ def value_and_grad(
     keep_dtype: bool = False,
     **options: Any,
 ) -> Callable[..., tuple[tuple[Any, Any], GradStats]]:
-    """`jax.value_and_grad(fun)` through a scaled loss, and what the scaled gradients were like.
+    """Returns `jax.value_and_grad(fun)` through a scaled loss, which also returns `GradStats`.
 
         step = value_and_grad(loss_fn, policy)
         (loss, grads), stats = step(state, params, batch)
         params = select(applies(stats), optimizer_step(params, grads), params)
         state = update(policy, state, stats)
 
-    The function that is returned takes a state of the policy first. The value is never scaled, the
-    gradients are unscaled again: in float32, or float64 where the parameters are.
+    The returned function takes a state of the policy as its first argument. The value is unscaled.
+    The gradients are unscaled, in float32, or float64 where the parameters are.
 
     Args:
-        fun: Returns a loss, best in float32, and anything else besides if `has_aux`.
-        policy: The rule that moves the scale, or its name.
-        argnums: What to differentiate with respect to.
+        fun: Returns a loss, preferably in float32, and auxiliary data if `has_aux`.
+        policy: The policy that moves the scale, or its name.
+        argnums: Which arguments to differentiate with respect to.
+        has_aux: Whether `fun` returns auxiliary data.
         axis_name: Mapped axes (of `shard_map`, `pmap`, `vmap`) over which the loss is a mean:
             gradients are averaged over them. The value is that of this shard.
-        sharded_over: Mapped axes over which each shard has parameters of its own: gradients are
-            left alone, and all shards get the same statistics.
-        keep_dtype: Keep gradients in the types of their parameters. In float16, small ones that
-            were saved by the scale are lost again.
-        options: Further arguments of `jax.value_and_grad`, such as `allow_int`.
+        sharded_over: Mapped axes over which each shard has parameters of its own: gradients are not
+            reduced, and all shards get the same statistics.
+        keep_dtype: Keep gradients in the types of their parameters. In float16, small gradients
+            become zero when they are unscaled.
+        **options: Further arguments of `jax.value_and_grad`, such as `allow_int`.
     """
     policy = as_policy(policy)
     inner = scaled_value_and_grad(fun, argnums, has_aux, **options)
@@ -160,9 +161,9 @@ def grad(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[..., tuple[Any, GradStats]]:
-    """The gradients of `value_and_grad` and the statistics, without the value.
+    """Returns `value_and_grad` without the value.
 
-    It returns `grads, stats`, or `(grads, aux), stats` if `has_aux`.
+    The returned function returns `grads, stats`, or `(grads, aux), stats` if `has_aux`.
     """
     inner = value_and_grad(fun, policy, argnums, has_aux, **options)
 

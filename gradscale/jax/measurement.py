@@ -31,14 +31,14 @@ def measure(
     keep_dtype: bool = False,
     sharded_over: Axes = None,
 ) -> GradStats:
-    """The statistics of the scaled gradients `grads`, without `loss_finite`.
+    """Returns the statistics of the scaled gradients `grads`, without `loss_finite`.
 
     Args:
-        grads: A pytree; leaves without a floating-point type are passed over.
+        grads: A pytree; leaves without a floating-point type are ignored.
         scale: The scale of the gradients (float32).
-        policy: The rule that is to move the scale; `exponent` is measured if it goes by that.
-        keep_dtype: Whether unscaled gradients are stored in the types that they have, which is what
-            `fits` is about; else in float32.
+        policy: The policy that will use them; `exponent` is measured if it needs it.
+        keep_dtype: Whether unscaled gradients are stored in their own types, which `fits` refers
+            to; otherwise in float32.
         sharded_over: The mapped axes over which each shard has gradients of its own.
     """
     inverse = 1.0 / jnp.asarray(scale, dtype=jnp.float32)
@@ -89,9 +89,9 @@ def measure(
 
 
 def unscale(grads: Any, scale: Any, *, keep_dtype: bool = False) -> Any:
-    """`grads` divided by `scale`: in float32, or float64 where they are, or in their own types.
+    """Returns `grads` divided by `scale`: in float32, or float64 where they are, or in their types.
 
-    Leaves without a floating-point type are returned as they are.
+    Leaves without a floating-point type are returned unchanged.
     """
     inverse = 1.0 / jnp.asarray(scale, dtype=jnp.float32)
 

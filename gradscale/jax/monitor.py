@@ -23,25 +23,24 @@ _RECENT = 64
 
 
 class Monitor:
-    """Listens to the steps of `scaled(..., on_step=monitor)`: events, and a run log.
+    """Receives the steps of `scaled(..., on_step=monitor)`: events, and a run log.
 
         monitor = Monitor(policy, "runs/first", on_event=lambda event: print(event))
         optimizer = scaled(optax.adamw(3e-4), policy, on_step=monitor)
         ...
         monitor.flush()
 
-    Steps are told by a callback of JAX, in their order, while the next ones run; inside `vmap` the
-    members cannot be told apart. `gradscale report runs/first` reads the log, as it does those of
-    other engines.
+    A callback of JAX sends the steps in order, while later ones run; inside `vmap` the members
+    cannot be distinguished. `gradscale report runs/first` reads the log, as for other engines.
 
     Args:
         policy: The policy of the optimizer.
         path: The folder of the run; None writes no log.
         on_event: Called with every `Event`.
-        on_stuck: After `stuck_after` skipped steps in a row: "warn" or "ignore".
-        stuck_after: How many skipped steps in a row are too many.
-        max_steps: How many applied steps the log keeps, evenly; skipped ones are all kept.
-        settings: Further settings of the run for the first line of the log.
+        on_stuck: After `stuck_after` consecutive skipped steps: "warn" or "ignore".
+        stuck_after: Number of consecutive skipped steps after which the run is stuck.
+        max_steps: Number of applied steps to keep, evenly thinned; all skipped steps are kept.
+        settings: Additional settings of the run for the first line of the log.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Monitor:
 
     @property
     def history(self) -> list[tuple[int, float, str]]:
-        """(step, scale, name) of the last events, oldest first."""
+        """The last events as (step, scale, event name), oldest first."""
         return self._recorder.history
 
     def __call__(self, record: Record) -> None:
@@ -109,6 +108,6 @@ class Monitor:
         self._recorder.flush()
 
     def close(self) -> None:
-        """Flushes and closes the log; later steps are no longer written."""
+        """Flushes and closes the log; later steps are not written."""
         self.flush()
         self._recorder.close()

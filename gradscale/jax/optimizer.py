@@ -23,13 +23,13 @@ class Record(NamedTuple):
     """What one step did, for a function on the host."""
 
     step: Any
-    """int32: its number, from 1."""
+    """int32: the number of the step, from 1."""
     scale: Any
-    """float32: the scale from now on."""
+    """float32: the scale after the step."""
     outcome: Outcome
-    """The result of the step."""
+    """The outcome of the step."""
     value: Any = None
-    """The loss; None where it was not given."""
+    """The loss; None if it was not passed."""
 
 
 def scaled(
@@ -41,7 +41,7 @@ def scaled(
     keep_dtype: bool = False,
     on_step: Callable[[Record], None] | None = None,
 ) -> Any:
-    """An optax optimizer that takes gradients of a scaled loss and skips those that are not finite.
+    """Returns an optax optimizer that takes scaled gradients and skips those that are not finite.
 
         optimizer = scaled(optax.adamw(3e-4), "headroom", clip_norm=1.0)
         opt_state = optimizer.init(params)
@@ -50,27 +50,25 @@ def scaled(
         updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
 
-    A skipped step leaves the state of `optimizer` as it was, with its counters and schedules, and
-    its updates are zeros that change no bit of a parameter. The scale moves after every step. What
-    must not see skipped steps belongs inside: wrap the whole chain, not a part of it. Around it,
-    `optax.MultiSteps` adds up gradients of one scale, which moves after the last of them.
+    It is a `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss:
+    if it is not finite, the step is skipped and the scale does not move. Further arguments are
+    passed on to `optimizer`.
+
+    A skipped step does not change the state of `optimizer`, including its counters and schedules,
+    and its updates are zeros that change no bit of a parameter. The scale moves after every step.
+    Wrap the whole chain, not a part of it, so that no transformation sees skipped steps.
+    `optax.MultiSteps` goes around it and accumulates gradients of one scale, which moves after the
+    last of them.
 
     Args:
         optimizer: An optax `GradientTransformation`.
-        policy: The rule that moves the scale, or its name.
-        clip_norm: The largest norm of the unscaled gradients; longer ones are shortened to it.
+        policy: The policy that moves the scale, or its name.
+        clip_norm: Largest norm of the unscaled gradients; larger ones are scaled down to it.
         sharded_over: Mapped axes (of `shard_map` or `pmap`) over which each shard has parameters of
-            its own. Not needed where all shards have the same gradients, nor with automatic
-            sharding.
-        keep_dtype: Hand the gradients to `optimizer` in the types that they have, rather than in
-            float32.
+            its own. Not needed if all shards have the same gradients, or with automatic sharding.
+        keep_dtype: Pass the gradients to `optimizer` in their own types, not in float32.
         on_step: Called on the host with a `Record` of every step, such as a `Monitor`; None sends
             nothing to the host.
-
-    Returns:
-        A `GradientTransformationExtraArgs`. Its `update` also takes `value`, the unscaled loss: if
-        that is not finite, the step is skipped and the scale stays as it is. Further arguments are
-        passed on to `optimizer`.
     """
     try:
         import optax
@@ -117,12 +115,12 @@ def scaled(
 
 
 def scale_of(opt_state: Any) -> Any:
-    """float32: the scale in an optimizer's state, however deep it is in it."""
+    """Returns the scale in an optimizer's state, at any depth (float32)."""
     return scaled_state(opt_state).scale
 
 
 def outcome_of(opt_state: Any) -> Outcome:
-    """The result of the last step in an optimizer's state, however deep it is in it."""
+    """Returns the outcome of the last step in an optimizer's state, at any depth."""
     return scaled_state(opt_state).outcome
 
 

@@ -20,21 +20,24 @@ class Precision:
         precision = Precision(compute="float16")
         loss_fn = precision.wrap(loss_fn)          # loss_fn(params, batch)
 
-    Parameters are kept in `params` and cast inside the function that is differentiated. So their
-    gradients come back in that type, and with float32 they are the master weights.
+    Parameters are stored in `params` and cast inside the function that is differentiated, so their
+    gradients have that type too; in float32 the parameters are the master weights.
 
-    In a pytree (parameters of Flax Linen, states of NNX, plain dictionaries, Equinox modules) all
-    below a key or a class whose name contains one of `keep` stays in `params`: the layers of
-    Equinox, Linen and NNX compute their norms in float32 then. Flax modules cast by themselves,
-    norms in float32 included, where they are built with `dtype=precision.compute`; then their
-    parameters need no cast.
+    In a pytree (parameters of Flax Linen, states of NNX, dictionaries, Equinox modules), everything
+    below a key or a class whose name contains one of `keep` stays in `params`. The layers of
+    Equinox, Linen and NNX then compute their norms in float32. Flax modules that are created with
+    `dtype=precision.compute` cast by themselves, with norms in float32, and their parameters need
+    no cast.
     """
 
     params: Any = "float32"
+    """The type of parameters."""
     compute: Any = "float16"
+    """The type of computations."""
     output: Any = "float32"
+    """The type of results."""
     keep: tuple[str, ...] = ("norm",)
-    """Parts of names, in lower case."""
+    """Parts of names, in lower case, of what stays in `params`."""
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "output"):
@@ -50,11 +53,11 @@ class Precision:
             raise SettingError(f"keep must be a tuple of parts of names, got {self.keep!r}.")
 
     def cast_to_params(self, tree: Any) -> Any:
-        """`tree` with all floating-point leaves in the type of parameters."""
+        """Returns `tree` with all floating-point leaves in the type of parameters."""
         return jax.tree.map(lambda leaf: _cast(leaf, self.params), tree)
 
     def cast_to_compute(self, tree: Any) -> Any:
-        """`tree` with floating-point leaves in the type of computations, but for what is kept."""
+        """Returns `tree` with floating-point leaves in the type of computations, except `keep`."""
 
         def cast(path: Any, node: Any) -> Any:
             if self._keeps(type(node).__name__) or any(self._keeps(_name(key)) for key in path):
@@ -65,11 +68,11 @@ class Precision:
         return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=kept)
 
     def cast_to_output(self, tree: Any) -> Any:
-        """`tree` with all floating-point leaves in the type of results."""
+        """Returns `tree` with all floating-point leaves in the type of results."""
         return jax.tree.map(lambda leaf: _cast(leaf, self.output), tree)
 
     def wrap(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` with its arguments cast to the type of computations, and its result to its own."""
+        """Returns `fun` with its arguments cast to `compute` and its result cast to `output`."""
 
         @functools.wraps(fun)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -26,11 +26,11 @@ class ScaledState(NamedTuple):
     inner_state: Any
     """The state of the optimizer."""
     floats: Any
-    """float32: the scale; of the last step scale, grad_norm, amax and headroom; then what the
-    policy has besides the scale, if that is float32."""
+    """float32: the scale; scale, grad_norm, amax and headroom of the last step; then the float32
+    fields of the policy's state other than the scale."""
     ints: Any
-    """int32: of the last step applied, finite, fits and loss_finite; `Counts`; then what the policy
-    has, if that is int32."""
+    """int32: applied, finite, fits and loss_finite of the last step; the counters; then the int32
+    fields of the policy's state."""
 
     @property
     def scale(self) -> Any:
@@ -39,16 +39,16 @@ class ScaledState(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        """What is counted."""
+        """The counters."""
         return Counts(*(_at(self.ints, place) for place in _COUNTS))
 
     @property
     def outcome(self) -> Outcome:
-        """The result of the last step."""
+        """The outcome of the last step."""
         return _outcome(self.floats, self.ints)
 
     def policy_state(self, policy: Policy) -> Any:
-        """The state of `policy`, whose optimizer this is the state of."""
+        """Returns the state of `policy`, which must be the policy of the optimizer."""
         floats, ints = _FLOATS.stop, _COUNTS.stop
         fields = [self.scale]
         for value in policy.init()[1:]:

@@ -1,8 +1,8 @@
-"""The Keras engine: `LossScaleOptimizer` for Keras 3 with TensorFlow, JAX or torch below it.
+"""The Keras engine: `LossScaleOptimizer` for Keras 3 on TensorFlow, JAX or torch.
 
     model.compile(LossScaleOptimizer(keras.optimizers.Adam(1e-3), policy="headroom"), loss="mse")
 
-It takes the place of `keras.optimizers.LossScaleOptimizer`, with the same arguments.
+It replaces `keras.optimizers.LossScaleOptimizer` and takes the same arguments.
 """
 
 try:

@@ -17,7 +17,7 @@ __all__ = ["load_policy", "load_state_dict", "state_dict"]
 
 
 def state_dict(optimizer: LossScaleOptimizer) -> dict[str, Any]:
-    """The checkpoint of the scale of `optimizer`: numbers, strings and dicts. **Waits**."""
+    """Returns the checkpoint of the scale: numbers, strings and dicts. **Waits for the device**."""
     state, last = optimizer._layout.read(optimizer._values())
     fields = {name: _number(value) for name, value in state._asdict().items()}
     skipped = _number(last.outcome.skipped_in_a_row)
@@ -27,10 +27,10 @@ def state_dict(optimizer: LossScaleOptimizer) -> dict[str, Any]:
 
 
 def load_state_dict(optimizer: LossScaleOptimizer, saved: Mapping[str, Any]) -> None:
-    """Takes over the numbers of a checkpoint, which any engine or a known peer has written.
+    """Loads the numbers of a checkpoint of any engine or of another known system.
 
-    Settings stay those of the optimizer's policy; `load_policy` reads those of the checkpoint. If
-    that is of another policy, the scale is all that is taken over.
+    The settings stay those of the optimizer's policy; `load_policy` reads those of the checkpoint.
+    If the checkpoint has another policy, only the scale is loaded.
 
     Raises:
         StateError: The checkpoint cannot be read.

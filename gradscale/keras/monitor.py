@@ -26,9 +26,10 @@ class Monitor(keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[Monitor("runs/first")])
 
-    The logs of an epoch, and with them `History`, `CSVLogger` and the like after it in the list,
-    get `scale` (at the end of the epoch), `skipped` (steps that were skipped in it) and `headroom`
-    (binades, the smallest of its applied steps). `gradscale report runs/first` reads the run log.
+    The logs of an epoch get `scale` (at the end of the epoch), `skipped` (number of skipped steps
+    in it) and `headroom` (the smallest of its applied steps, in binades); so do `History`,
+    `CSVLogger` and other callbacks after it in the list. `gradscale report runs/first` reads the
+    run log.
 
     Reading the outcome waits for the device after every batch. With `steps_per_execution` the
     callback runs after several steps: the log has the last of them, `skipped` counts all.
@@ -36,11 +37,11 @@ class Monitor(keras.callbacks.Callback):
     Args:
         path: The folder of the run; None writes no log.
         on_event: Called with every `Event`.
-        on_stuck: After `stuck_after` skipped steps in a row: "warn", "raise" (which ends `fit` with
-            a `StuckError`) or "ignore".
-        stuck_after: How many skipped steps in a row are too many.
-        max_steps: How many applied steps the log keeps, evenly; skipped ones are all kept.
-        settings: Further settings of the run for the first line of the log.
+        on_stuck: After `stuck_after` consecutive skipped steps: "warn", "raise" (which ends `fit`
+            with a `StuckError`) or "ignore".
+        stuck_after: Number of consecutive skipped steps after which the run is stuck.
+        max_steps: Number of applied steps to keep, evenly thinned; all skipped steps are kept.
+        settings: Additional settings of the run for the first line of the log.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Monitor(keras.callbacks.Callback):
 
     @property
     def history(self) -> list[tuple[int, float, str]]:
-        """(step, scale, name) of the last events, oldest first."""
+        """The last events as (step, scale, event name), oldest first."""
         return [] if self._recorder is None else self._recorder.history
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins the log, if this is the first training."""
+        """Starts the log, if this is the first training."""
         optimizer = self._optimizer()
         self._skipped_before = self._skipped = optimizer._last().on_host().skipped
         if self._recorder is not None:
@@ -90,11 +91,11 @@ class Monitor(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins to count."""
+        """Resets the counters of the epoch."""
         self._skipped_before, self._headroom = self._skipped, math.inf
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Takes the last step. **Waits for the device**."""
+        """Records the last step. **Waits for the device**."""
         optimizer = self._optimizer()
         outcome, number, self._skipped = optimizer._last().on_host()
         if outcome.applied:
@@ -104,7 +105,7 @@ class Monitor(keras.callbacks.Callback):
             self._recorder.take(number, scale, outcome._asdict(), outcome=outcome)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds to the logs of the epoch."""
+        """Adds values to the logs of the epoch."""
         if logs is not None:
             logs["scale"] = _number(self._optimizer().dynamic_scale)
             logs["skipped"] = self._skipped - self._skipped_before
@@ -116,7 +117,7 @@ class Monitor(keras.callbacks.Callback):
             self._recorder.flush()
 
     def close(self) -> None:
-        """Flushes and closes the log; later steps are no longer written."""
+        """Flushes and closes the log; later steps are not written."""
         if self._recorder is not None:
             self._recorder.close()
 

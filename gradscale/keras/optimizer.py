@@ -46,26 +46,26 @@ class Unscaled(NamedTuple):
 
 @keras.saving.register_keras_serializable(package="gradscale")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Wraps an optimizer of Keras: scales the loss, and skips steps that are not finite.
+    """Wraps a Keras optimizer: scales the loss, and skips steps that are not finite.
 
         adam = keras.optimizers.Adam(1e-3)
         model.compile(LossScaleOptimizer(adam, policy="headroom", clip_norm=1.0), loss="mse")
 
-    It is a subclass of Keras' own class, so that `compile` does not wrap it once more. A skipped
-    step leaves no trace in `inner_optimizer` and in the variables of the model. Under
-    `tf.distribute` a gradient that is not finite on one replica skips the step on all of them.
+    It is a subclass of Keras' class, so `compile` does not wrap it again. A skipped step changes
+    neither `inner_optimizer` nor the variables of the model. Under `tf.distribute`, a gradient that
+    is not finite on one replica skips the step on all of them.
 
     Args:
         inner_optimizer: The optimizer to wrap.
-        initial_scale: Keras' name for the first scale of `Dynamic`, if there is no `policy`.
+        initial_scale: Keras' name for `init_scale` of `Dynamic`; used without a `policy`.
         dynamic_growth_steps: Keras' name for its `growth_interval`.
         name: The name of the optimizer.
-        policy: The rule that moves the scale, or its name; None: `Dynamic` by the two settings
+        policy: The policy that moves the scale, or its name; None: `Dynamic` with the two settings
             above, which need not be powers of two.
-        clip_norm: The largest norm of all unscaled gradients together; longer ones are shortened.
+        clip_norm: Largest norm of all unscaled gradients together; larger ones are scaled down.
             With `gradient_accumulation_steps` the gradients of each micro-batch are clipped; use
             `global_clipnorm` of `inner_optimizer` to clip their mean.
-        kwargs: Arguments of Keras' class that its configurations have.
+        **kwargs: Arguments of Keras' class that are in its configurations.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             setattr(self, name, made)
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Makes the variables of the inner optimizer, for the variables of a model."""
+        """Creates the variables of the inner optimizer for the variables of a model."""
         if self.built:
             return
         self.inner_optimizer.build(var_list)
@@ -115,10 +115,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Unscales `grads`, applies them to the variables or skips the step, and moves the scale.
 
         Args:
-            grads: Gradients of the scaled loss, one for each variable; None is left out.
+            grads: Gradients of the scaled loss, one for each variable; None is ignored.
             trainable_variables: The variables; None: those that the optimizer was built with.
-            loss: The unscaled loss. If it is given and not finite, the step is skipped and the
-                scale stays as it is.
+            loss: The unscaled loss. If it is passed and not finite, the step is skipped and the
+                scale does not move.
         """
         self._apply(grads, trainable_variables, loss)
 
@@ -130,7 +130,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         *,
         loss: Any = None,
     ) -> tuple[list[Any], list[Any]]:
-        """The values of the model's variables, and of the optimizer's, after `apply`.
+        """Returns the values of the model's and of the optimizer's variables after `apply`.
 
         Args:
             optimizer_variables: The values of `variables`.
@@ -158,39 +158,39 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return list(model), [*optimizer_variables[:begin], *moved, *inner]
 
     def scale_loss(self, loss: Any) -> Any:
-        """`loss` times the scale: in float32, or float64 where it is."""
+        """Returns `loss` times the scale: in float32, or float64 if the loss is."""
         if dtype_of(loss) in ("float16", "bfloat16"):
             loss = ops.cast(loss, "float32")
         return ops.multiply(loss, self.dynamic_scale)
 
     @property
     def outcome(self) -> Outcome:
-        """The result of the last step, as tensors. Reading one on the host waits for the device.
+        """The outcome of the last step, as tensors. Reading one on the host waits for the device.
 
         Inside a compiled function, and while `fit` runs on JAX, variables have older values: read
-        it in a callback, whose `model` has the present ones.
+        it in a callback, whose `model` has the current ones.
         """
         return self._last().outcome
 
     @property
     def num_steps(self) -> Any:
-        """int32: how many steps there have been, applied or skipped."""
+        """int32: number of steps, applied or skipped."""
         return self._last().steps
 
     @property
     def num_skipped(self) -> Any:
-        """int32: how many of them were skipped."""
+        """int32: number of skipped steps."""
         return self._last().ints[7]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all `variables`, those of the inner optimizer as well."""
+        """Sets all `variables`, including those of the inner optimizer."""
         if not self.built:
             super().set_weights(weights)  # Raises Keras' error.
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` stored, here or in Keras' own class."""
+        """Reads what `save_own_variables` of this class or of Keras' class stored."""
         inner = self.inner_optimizer.variables
         if len(store.keys()) != 4 + len(inner) or not self.built:
             super().load_own_variables(store)
@@ -205,7 +205,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 getattr(self, name).assign(ops.convert_to_tensor(first, dtype))
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor, as Keras writes them to files."""
+        """Returns the arguments of the constructor, as Keras writes them to files."""
         config: dict[str, Any] = super().get_config()
         if not self._is_keras_rule:
             del config["initial_scale"], config["dynamic_growth_steps"]
@@ -222,7 +222,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> Any:
-        """The optimizer that `get_config` describes, here or of Keras' own class."""
+        """Returns the optimizer described by `get_config` of this class or of Keras' class."""
         config = dict(config)
         rule = config.get("policy")
         if isinstance(rule, Mapping):

@@ -23,7 +23,7 @@ EXPLANATIONS = {
     "scale too high": "gradients overflow: lower a scale that is fixed; one that moves is still "
     "falling, and will stop unless the gradients have exploded",
 }
-"""Every verdict, in the order in which they are tried, and what it means."""
+"""Every verdict with its meaning, in the order in which they are tried."""
 
 HOPELESS = 20
 """Skipped steps in a row, with the scale lowered each time, after which NaN is not the scale's."""
@@ -47,26 +47,29 @@ def verdict(
     format: Format | None = None,
     skipped_in_a_row: int = 0,
 ) -> str:
-    """The first key of `EXPLANATIONS` that is true of a step.
+    """Returns the first key of `EXPLANATIONS` that is true of a step.
 
-    An overflow can leave nothing but NaN behind (infinity minus infinity). So NaN is put down to
-    something else than the scale only if no gradient is infinite and the finite ones are far below
-    the ceiling, or if lower and lower scales have not helped.
+    An overflow can leave only NaN (infinity minus infinity). So NaN is attributed to another cause
+    than the scale only if no gradient is infinite and the finite ones are far below the ceiling, or
+    if lower scales have not helped.
 
     Args:
-        applied: Whether the step took place.
+        applied: Whether the step was taken.
         finite: Whether every scaled gradient element was finite.
         scale: The scale of the gradients.
+        loss_finite: Whether the loss was finite.
+        has_gradients: Whether any parameter has a gradient.
         floor: The smallest scale that the policy allows.
         own_losses: For each loss with a scale of its own, whether its gradients were finite, and
             that scale.
         bad_counts: Infinite and NaN elements of each gradient that was not finite; None where they
             were not counted.
-        finite_amax: The largest finite magnitude among the scaled gradients, if it is known.
-        format: The narrowest format of the backward pass, if it is known.
+        finite_amax: The largest finite magnitude of the scaled gradients, if known.
+        format: The narrowest format of the backward pass, if known.
 
-    >>> verdict(applied=False, finite=False, scale=65536.0)
-    'scale too high'
+    Examples:
+        >>> verdict(applied=False, finite=False, scale=65536.0)
+        'scale too high'
     """
     if applied:
         return "applied"
@@ -98,13 +101,14 @@ def stuck_message(
     parameters: Sequence[str] = (),
     weights: Sequence[str] = (),
 ) -> str:
-    """What is wrong after `count` skipped steps in a row, and what to look at.
+    """Returns what is wrong after `count` consecutive skipped steps, and what to check.
 
     Args:
+        count: The number of skipped steps.
         scale: The scale of the last of them.
         verdict: The verdict on the last of them.
-        parameters: The names of those whose gradients were not finite.
-        weights: The names of those that are not finite themselves, which explains the rest.
+        parameters: The names of parameters whose gradients were not finite.
+        weights: The names of parameters that are not finite themselves, which explains the rest.
     """
     if weights:
         return (
@@ -132,12 +136,13 @@ def named(parameters: Sequence[str]) -> str:
 def replay_message(
     count: int, scale: float, losses_finite: bool, weights: Sequence[str] = ()
 ) -> str:
-    """The same for steps in a CUDA graph, of which only the flags are known.
+    """Returns the same message for steps in a CUDA graph, of which only the flags are known.
 
     Args:
-        scale: The scale from now on.
+        count: The number of skipped steps.
+        scale: The current scale.
         losses_finite: Whether the losses of the last of them were finite.
-        weights: The names of those that are not finite.
+        weights: The names of parameters that are not finite.
     """
     if weights:
         return (

@@ -16,39 +16,40 @@ from gradscale.monitor.records import Step, StepRecord
 EVENTS = ("skip", "grow", "backoff", "floor", "recover", "stuck")
 """The names of events."""
 ON_STUCK = ("warn", "raise", "ignore")
-"""What an engine can do at a "stuck" event."""
+"""The values of `on_stuck`."""
 HISTORY = 1000
 """Events that are kept."""
 
 
 class Event(NamedTuple):
-    """Something that happened to the scale or to a step."""
+    """A change of the scale, or of whether steps are applied."""
 
     name: str
     """One of `EVENTS`."""
     step: int
-    """The `update()` at which it happened, counted from 1 since the beginning of the training."""
+    """Number of the `update()` in which it happened, counted from 1 since the start of training."""
     scale: float
-    """The scale from now on."""
+    """The scale after it."""
     outcome: Any = None
-    """The step that was skipped or applied; of "grow", "backoff" and "floor", the last step. None
-    where the engine has none, as for the replays of a CUDA graph."""
+    """The outcome of the step; of "grow", "backoff" and "floor", that of the last step. None if the
+    engine has none, as for replays of a CUDA graph."""
     loss_id: int | str = 0
     """The loss whose scale moved."""
 
 
 class Tracker:
-    """Turns step records into events, and counts skipped steps in a row.
+    """Converts step records to events, and counts consecutive skipped steps.
 
-    >>> from gradscale.monitor.records import Move
-    >>> tracker = Tracker(stuck_after=2)
-    >>> bad = Step(key="optimizer", applied=False)
-    >>> [e.name for e in tracker.events(StepRecord(1, 8.0, (bad,), (Move(0, 16.0, 8.0),)))]
-    ['skip', 'backoff']
-    >>> [e.name for e in tracker.events(StepRecord(2, 8.0, (bad,)))]
-    ['skip', 'stuck']
-    >>> [e.name for e in tracker.events(StepRecord(3, 8.0, (Step("optimizer", applied=True),)))]
-    ['recover']
+    Examples:
+        >>> from gradscale.monitor.records import Move
+        >>> tracker = Tracker(stuck_after=2)
+        >>> bad = Step(key="optimizer", applied=False)
+        >>> [e.name for e in tracker.events(StepRecord(1, 8.0, (bad,), (Move(0, 16.0, 8.0),)))]
+        ['skip', 'backoff']
+        >>> [e.name for e in tracker.events(StepRecord(2, 8.0, (bad,)))]
+        ['skip', 'stuck']
+        >>> [e.name for e in tracker.events(StepRecord(3, 8.0, (Step("optimizer", applied=True),)))]
+        ['recover']
     """
 
     __slots__ = ("_restored", "_skipped", "history", "stuck_after")
@@ -69,21 +70,21 @@ class Tracker:
         return [*self._skipped.values(), *self._restored]
 
     def restore(self, skipped_in_a_row: Sequence[int] = ()) -> None:
-        """Starts a run with these counts: the n-th optimizer that steps continues the n-th one.
+        """Starts a run with these counts: the n-th optimizer that steps continues the n-th count.
 
-        Keys of earlier steps are dropped, since optimizers of another process have other keys;
-        `history` is kept. An engine that counts by itself (`Step.skipped_in_a_row`) has to restore
-        its own counts as well.
+        Keys of earlier steps are discarded, since optimizers of another process have other keys;
+        `history` is kept. An engine that counts by itself (`Step.skipped_in_a_row`) must restore
+        its own counts too.
         """
         self._skipped.clear()
         self._restored = deque(skipped_in_a_row)
 
     def drop(self, optimizer: Hashable) -> None:
-        """Forgets the count of an optimizer that is gone: another one may get its id."""
+        """Discards the count of an optimizer that no longer exists, since its id may be reused."""
         self._skipped.pop(optimizer, None)
 
     def events(self, record: StepRecord) -> list[Event]:
-        """The events of `record`, steps before moves; they are added to `history`."""
+        """Returns the events of `record`, steps before moves, and adds them to `history`."""
         number, scale, steps, moves = record  # unpacked: attributes take twice as long
         skipped = self._skipped
         for key, applied, _, _, _ in steps:
@@ -132,14 +133,14 @@ def _optimizers(key: Hashable) -> Iterable[Hashable]:
 
 
 def as_event_name(name: Any) -> str:
-    """`name`, or a SettingError if there is no such event."""
+    """Returns `name`; a SettingError if there is no such event."""
     if name not in EVENTS:
         raise SettingError(f"event must be one of {', '.join(EVENTS)}, got {name!r}.")
     return str(name)
 
 
 def as_on_stuck(value: Any) -> str:
-    """`value`, or a SettingError if `on_stuck` cannot be that."""
+    """Returns `value`; a SettingError if it is not valid for `on_stuck`."""
     if value not in ON_STUCK:
         raise SettingError(f"on_stuck must be one of {', '.join(ON_STUCK)}, got {value!r}.")
     return str(value)

@@ -42,24 +42,24 @@ KINDS = {
     "skips-too-often": "Raise growth_interval, set max_scale below the scale at which steps are "
     "skipped, or use policy='headroom', which stays below the largest gradient that it has seen.",
 }
-"""Every kind of finding, and what to do about it unless a rule has better advice."""
+"""Every kind of finding, with its default remedy."""
 
 
 class Finding(NamedTuple):
-    """Something that is wrong with a run."""
+    """A problem of a run, with the evidence and a remedy."""
 
     kind: str
     """A key of `KINDS`."""
     where: str
-    """The module or parameter; empty where it is of the whole run."""
+    """The module or parameter; empty if it concerns the whole run."""
     evidence: str
     """The numbers that show it, in one sentence."""
     remedy: str
-    """What to do about it, in one or two sentences."""
+    """What to do, in one or two sentences."""
     step: int | None = None
     """The `update()` at which it was first seen."""
     rank: int | None = None
-    """The rank on which it was seen; None: of all, or there is one only."""
+    """The rank on which it was seen; None: all ranks, or there is only one."""
 
     @classmethod
     def of(
@@ -71,16 +71,16 @@ class Finding(NamedTuple):
         step: int | None = None,
         rank: int | None = None,
     ) -> Finding:
-        """A finding of this kind with the remedy that `KINDS` has for it."""
+        """Returns a finding of this kind with the remedy in `KINDS`."""
         return cls(kind, where, evidence, KINDS[kind], step, rank)
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields by name, without `step` and `rank` where they are None."""
+        """Returns its fields by name, without `step` and `rank` if they are None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Finding:
-        """The finding that `as_dict()` gave these fields for; others are ignored."""
+        """Returns the finding with these fields, as from `as_dict()`; others are ignored."""
         return cls(**{name: fields[name] for name in cls._fields if name in fields})
 
     def __str__(self) -> str:
@@ -141,11 +141,12 @@ STUCK_AFTER = 50
 def from_records(
     records: Iterable[Mapping[str, Any]], *, stuck_after: int = STUCK_AFTER
 ) -> list[Finding]:
-    """What is wrong with a run, by the "step" lines of its log; those of several ranks together.
+    """Returns the findings of a run, from the "step" lines of its log; of several ranks together.
 
-    >>> healthy = [{"step": n, "scale": 1.0, "steps": [{"applied": True}]} for n in range(9)]
-    >>> from_records(healthy)
-    []
+    Examples:
+        >>> healthy = [{"step": n, "scale": 1.0, "steps": [{"applied": True}]} for n in range(9)]
+        >>> from_records(healthy)
+        []
     """
     rules: dict[int | None, RecordRules] = {}
     for record in records:

@@ -10,15 +10,15 @@ class Step(NamedTuple):
     """One step of an optimizer, or of several that step together."""
 
     key: Hashable
-    """Identifies the optimizer, the same at each of its steps; a frozenset of such for several."""
+    """Identifies the optimizer, the same in all its steps; a frozenset of keys for several."""
     applied: bool
-    """Whether the step took place."""
+    """Whether the step was taken."""
     loss_finite: bool = True
     """Whether every loss was finite."""
     skipped_in_a_row: int | None = None
-    """Consecutive skipped steps, this one included; None: the tracker counts them."""
+    """Consecutive skipped steps, including this one; None: the tracker counts them."""
     outcome: Any = None
-    """The engine's own result of the step, passed on to events; None where there is none."""
+    """The engine's outcome of the step, passed on to events; None if there is none."""
 
 
 class Move(NamedTuple):
@@ -32,13 +32,13 @@ class Move(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One `update()`: the steps since the last one, and how the scales moved."""
+    """One `update()`: the steps since the previous one, and how the scales moved."""
 
     step: int
-    """The number of the `update()`, counted from 1 since the beginning of the training."""
+    """Number of the `update()`, counted from 1 since the start of training."""
     scale: float
-    """The scale of loss 0 from now on."""
+    """The scale of loss 0 after it."""
     steps: tuple[Step, ...] = ()
-    """Every step since the last `update()`, in order."""
+    """Every step since the previous `update()`, in order."""
     moves: tuple[Move, ...] = ()
     """Every scale that may have moved; one that did not has `before == after`."""

@@ -15,26 +15,28 @@ ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD = "activation", "activation_grad", "wei
 
 
 class TensorSample(NamedTuple):
-    """The elements of one tensor, or of all tensors of one kind that a module had, by size."""
+    """Counts of the elements of one tensor, or of all tensors of one kind of a module, by size."""
 
     name: str
     """The module or the parameter."""
     kind: str
     """One of "activation" (outputs), "activation_grad" (gradients of outputs) or "weight_grad"."""
     numel: int
-    """Elements that were counted."""
+    """Number of elements counted."""
     low: int = 0
     """The exponent, floor(log2(abs(x))), of the first bin."""
     counts: tuple[int, ...] = ()
-    """Finite nonzero elements per binade, from `low` on, neither end zero."""
+    """Finite nonzero elements per binade, from `low` on; the first and the last are not zero."""
     zeros: int = 0
-    """Exact zeros."""
+    """Number of exact zeros."""
     flushed: int | None = None
-    """Zeros that a float32 replay shows to be nonzero; None: not replayed."""
+    """Number of zeros that are nonzero in a float32 replay; None: not replayed."""
     infs: int = 0
+    """Number of infinite elements."""
     nans: int = 0
+    """Number of NaN elements."""
     scale: float = 1.0
-    """What the values were multiplied by: gradients before unscaling."""
+    """The factor that the values are multiplied by: that of gradients before unscaling."""
     format: str = ""
     """The format that they were computed in; "": that of the sample."""
 
@@ -43,35 +45,36 @@ class TensorSample(NamedTuple):
         return self.low + len(self.counts) - 1 if self.counts else None
 
     def nonzero(self) -> int:
-        """How many elements are finite and not zero."""
+        """Number of elements that are finite and not zero."""
         return sum(self.counts)
 
     def below(self, number: float) -> int:
-        """How many nonzero elements are smaller than `number`, a power of two."""
+        """Returns the number of nonzero elements below `number`, a power of two."""
         return sum(self.counts[: max(math.frexp(number)[1] - 1 - self.low, 0)])
 
     def subnormal(self, format: Format) -> float:
-        """The share of the nonzero elements below the format's smallest normal number.
+        """Returns the share of the nonzero elements below the format's smallest normal number.
 
-        >>> from gradscale.formats import FLOAT16
-        >>> TensorSample("x", "activation", 4, low=-15, counts=(1, 3)).subnormal(FLOAT16)
-        0.25
+        Examples:
+            >>> from gradscale.formats import FLOAT16
+            >>> TensorSample("x", "activation", 4, low=-15, counts=(1, 3)).subnormal(FLOAT16)
+            0.25
         """
         return _share(self.below(format.smallest_normal), self.nonzero())
 
     def saturated(self, format: Format) -> float:
-        """The share of the elements in the format's last binade, or not finite."""
+        """Returns the share of the elements in the format's last binade, or not finite."""
         last = sum(self.counts[max(format.ceiling - 1 - self.low, 0) :])
         return _share(last + self.infs + self.nans, self.numel)
 
     def underflow(self) -> float | None:
-        """The share of what is nonzero in float32 that is zero here; None: not replayed."""
+        """The share of elements nonzero in float32 that are zero here; None: not replayed."""
         if self.flushed is None:
             return None
         return _share(self.flushed, self.flushed + self.nonzero() + self.infs + self.nans)
 
     def headroom(self, format: Format) -> int | None:
-        """Binades between the largest element and the format's ceiling; None without elements."""
+        """Returns the binades from the largest element to the ceiling; None without elements."""
         high = self.high()
         return None if high is None else format.ceiling - 1 - high
 
@@ -80,27 +83,27 @@ class Sample(NamedTuple):
     """One sampled iteration."""
 
     step: int
-    """The `update()` that ended it, counted from 1."""
+    """Number of the `update()` that ended it, counted from 1."""
     format: str
-    """The narrowest format that activations had."""
+    """The narrowest format of activations."""
     tensors: tuple[TensorSample, ...] = ()
     first_nonfinite: tuple[str, str, float, float] | None = None
-    """The module at which a value that is not finite first appeared, "forward" or "backward", and
-    the smallest and the largest of its inputs; backward, of the gradients that it was given; NaN if
-    that is not known. Only if it reached an output of the model or the gradient of a weight."""
+    """The module at which a value that is not finite first appeared; "forward" or "backward"; and
+    the smallest and the largest of its inputs (backward: of the gradients of its outputs), NaN if
+    unknown. Only if it reached an output of the model or the gradient of a weight."""
     facts: tuple[tuple[str, str, float], ...] = ()
     """(fact, where, number), see `FACTS`."""
 
     def of(self, kind: str) -> list[TensorSample]:
-        """The tensors of this kind."""
+        """Returns the tensors of this kind."""
         return [tensor for tensor in self.tensors if tensor.kind == kind]
 
     def fact(self, name: str) -> dict[str, float]:
-        """The numbers of this fact by where they are."""
+        """Returns the numbers of this fact, by where they are."""
         return {where: number for fact, where, number in self.facts if fact == name}
 
     def format_of(self, tensor: TensorSample) -> Format:
-        """The format that `tensor` was computed in."""
+        """Returns the format that `tensor` was computed in."""
         return format_named(tensor.format or self.format)
 
 

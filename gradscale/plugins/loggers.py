@@ -27,9 +27,9 @@ def tensorboard(scaler: Any, writer: Any, *, every: int = 1, prefix: str = "grad
 
     Args:
         scaler: A `GradScaler` or `MixedPrecision`.
-        writer: What has `add_scalar()` and `add_text()`.
-        every: Which applied steps: those whose number is a multiple of it. Skips are all added.
-        prefix: What tags begin with.
+        writer: An object with `add_scalar()` and `add_text()`.
+        every: Applied steps whose number is a multiple of it are added; all skipped steps are.
+        prefix: The start of the tags.
     """
 
     def add(step: int, time: float, values: dict[str, float], findings: list[Finding]) -> None:
@@ -44,15 +44,15 @@ def tensorboard(scaler: Any, writer: Any, *, every: int = 1, prefix: str = "grad
 def wandb(
     scaler: Any, run: Any, *, every: int = 1, prefix: str = "gradscale", commit: bool = True
 ) -> None:
-    """Logs every step to a run of Weights & Biases, over an axis of its own.
+    """Logs every step to a run of Weights & Biases, with a step axis of its own.
 
     Args:
         scaler: A `GradScaler` or `MixedPrecision`.
-        run: What `wandb.init()` returned.
-        every: Which applied steps: those whose number is a multiple of it. Skips are all logged.
-        prefix: What names begin with.
-        commit: False leaves the values for your own next `run.log()`. Choose it if that passes
-            `step=`, since W&B ignores rows of a step that is over.
+        run: The result of `wandb.init()`.
+        every: Applied steps whose number is a multiple of it are logged; all skipped steps are.
+        prefix: The start of the names.
+        commit: False leaves the values for your next `run.log()`. Use it if that passes `step=`,
+            since W&B ignores rows for earlier steps.
     """
     run.define_metric(f"{prefix}/step")
     run.define_metric(f"{prefix}/*", step_metric=f"{prefix}/step")
@@ -72,8 +72,8 @@ def mlflow(scaler: Any, client: Any, *, every: int = 1, prefix: str = "gradscale
     Args:
         scaler: A `GradScaler` or `MixedPrecision`.
         client: The module `mlflow`, version 2.8 or later.
-        every: Which applied steps: those whose number is a multiple of it. Skips are all logged.
-        prefix: What names of metrics begin with, and the folder of the file.
+        every: Applied steps whose number is a multiple of it are logged; all skipped steps are.
+        prefix: The start of the names of metrics, and the folder of the file.
     """
     known: list[str] = []
 
@@ -90,12 +90,12 @@ def mlflow(scaler: Any, client: Any, *, every: int = 1, prefix: str = "gradscale
 
 
 def python_logging(scaler: Any, logger: Logger | None = None, *, every: int = 1) -> None:
-    """Logs findings as warnings, skipped steps as information and applied ones for debugging.
+    """Logs findings as warnings, skipped steps as information and applied steps for debugging.
 
     Args:
         scaler: A `GradScaler` or `MixedPrecision`.
-        logger: A logger; without it that called "gradscale".
-        every: Which applied steps: those whose number is a multiple of it. Skips are all logged.
+        logger: A logger. Default: the logger "gradscale".
+        every: Applied steps whose number is a multiple of it are logged; all skipped steps are.
     """
     chosen = getLogger("gradscale") if logger is None else logger
 

@@ -11,18 +11,19 @@ from gradscale.policy.stats import GradStats
 
 
 class ScaleState(NamedTuple):
-    """The state of a policy that only has a scale."""
+    """The state of `Static` and `Off`: only a scale."""
 
     scale: Any
-    """The loss is multiplied by this (float32)."""
+    """The factor that the loss is multiplied by (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Off:
-    """No scaling: the scale is always 1. Steps that are not finite are still skipped.
+    """No scaling: the scale is always 1. Steps with gradients that are not finite are skipped.
 
-    >>> Off().update(Off().init(), GradStats(finite=False))
-    ScaleState(scale=1.0)
+    Examples:
+        >>> Off().update(Off().init(), GradStats(finite=False))
+        ScaleState(scale=1.0)
     """
 
     __repr__ = call_of
@@ -30,20 +31,21 @@ class Off:
     init_scale: ClassVar[float] = 1.0
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
-        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        """Returns the first state: numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         return ScaleState(new(xp, like, 1.0))
 
     def update(self, state: ScaleState, stats: GradStats, xp: Any = scalars) -> ScaleState:
-        """The same state."""
+        """Returns the same state."""
         return state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """A scale that never moves. Steps that are not finite are skipped.
+    """A constant scale. Steps with gradients that are not finite are skipped.
 
-    >>> Static(1024.0).init()
-    ScaleState(scale=1024.0)
+    Examples:
+        >>> Static(1024.0).init()
+        ScaleState(scale=1024.0)
     """
 
     __repr__ = call_of
@@ -57,9 +59,9 @@ class Static:
         store(self, "init_scale", as_scale("init_scale", self.init_scale, self.exact))
 
     def init(self, xp: Any = scalars, like: Any = None) -> ScaleState:
-        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        """Returns the first state: numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         return ScaleState(new(xp, like, self.init_scale))
 
     def update(self, state: ScaleState, stats: GradStats, xp: Any = scalars) -> ScaleState:
-        """The same state."""
+        """Returns the same state."""
         return state

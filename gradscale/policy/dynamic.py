@@ -18,16 +18,17 @@ _DOUBLINGS = 20
 class DynamicState(NamedTuple):
     """The state of `Dynamic`.
 
-    >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
-    >>> state = policy.update(policy.init(), GradStats(finite=True))
-    >>> state
-    DynamicState(scale=8.0, good_steps=1, bad_steps=0)
-    >>> policy.update(state, GradStats(finite=False))
-    DynamicState(scale=4.0, good_steps=0, bad_steps=1)
+    Examples:
+        >>> policy = Dynamic(init_scale=8.0, growth_interval=2)
+        >>> state = policy.update(policy.init(), GradStats(finite=True))
+        >>> state
+        DynamicState(scale=8.0, good_steps=1, bad_steps=0)
+        >>> policy.update(state, GradStats(finite=False))
+        DynamicState(scale=4.0, good_steps=0, bad_steps=1)
     """
 
     scale: Any
-    """The loss is multiplied by this (float32)."""
+    """The factor that the loss is multiplied by (float32)."""
     good_steps: Any
     """Consecutive finite steps since the scale last grew (int32)."""
     bad_steps: Any
@@ -36,7 +37,7 @@ class DynamicState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic:
-    """Raise the scale while gradients stay finite, lower it when they do not.
+    """Raises the scale after a number of finite steps and lowers it at an overflow: torch's rule.
 
         if not loss_finite:
             nothing changes
@@ -52,18 +53,20 @@ class Dynamic:
             if bad_steps >= hysteresis:
                 scale = max(scale * backoff_factor, min_scale)
 
-    So it grows *on* the n-th consecutive finite step, and backs off on the n-th consecutive bad one
-    and on every further one; one finite step resets the count of bad ones.
+    The scale grows *on* the `growth_interval`-th consecutive finite step. It is lowered on the
+    `hysteresis`-th consecutive step that is not finite and on every further one; a finite step
+    resets this count.
 
-    Large models often overflow soon after the scale has grown beyond what they can take. With
-    `slow_growth_above`, `growth_interval` holds up to that scale and doubles with each binade above
-    it, so that high scales are tried rarely and a scale that fell far still recovers quickly.
+    The gradients of large models often overflow soon after the scale has grown. With
+    `slow_growth_above`, the interval is `growth_interval` up to that scale and doubles with each
+    binade above it, so high scales are tried rarely and a scale that fell far recovers quickly.
 
-    >>> policy = Dynamic(init_scale=2.0**16, growth_interval=1)
-    >>> policy.update(policy.init(), GradStats(finite=True)).scale == 2.0**17
-    True
-    >>> policy.update(policy.init(), GradStats(finite=False)).scale == 2.0**15
-    True
+    Examples:
+        >>> policy = Dynamic(init_scale=2.0**16, growth_interval=1)
+        >>> policy.update(policy.init(), GradStats(finite=True)).scale == 2.0**17
+        True
+        >>> policy.update(policy.init(), GradStats(finite=False)).scale == 2.0**15
+        True
     """
 
     __repr__ = call_of
@@ -76,7 +79,7 @@ class Dynamic:
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     slow_growth_above: float | None = None
-    """Above this scale `growth_interval` doubles with each binade; None: it is always the same."""
+    """The scale above which `growth_interval` doubles with each binade; None: it is constant."""
     exact: bool = True
     """Whether scale, factors and bounds must be powers of two, so that unscaling is exact."""
 
@@ -93,11 +96,11 @@ class Dynamic:
         return self.slow_growth_above is None
 
     def init(self, xp: Any = scalars, like: Any = None) -> DynamicState:
-        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        """Returns the first state: numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         return DynamicState(new(xp, like, self.init_scale), new(xp, like, 0), new(xp, like, 0))
 
     def update(self, state: DynamicState, stats: GradStats, xp: Any = scalars) -> DynamicState:
-        """The state after a step with these `stats`; `fits` does not matter to this rule."""
+        """Returns the state after a step with these `stats`; this rule ignores `fits`."""
         if xp is scalars and stats.finite and stats.loss_finite and self.is_plain:
             # Almost every step of a scaler on the CPU. What follows takes 20 times as long.
             if state.good_steps + 1 < self.growth_interval:
@@ -142,7 +145,7 @@ class Dynamic:
 
 
 def Lengthening(*, above: float = 1.0, **settings: Any) -> Dynamic:
-    """`Dynamic(slow_growth_above=above, ...)`; deprecated, and removed in the next version."""
+    """Returns `Dynamic(slow_growth_above=above, ...)`. Deprecated; removed in the next version."""
     warnings.warn(
         f"gradscale.Lengthening is deprecated: write gradscale.Dynamic(slow_growth_above={above}).",
         DeprecationWarning,
@@ -152,5 +155,5 @@ def Lengthening(*, above: float = 1.0, **settings: Any) -> Dynamic:
 
 
 def for_pretraining() -> Dynamic:
-    """A policy for long runs with large batches: a low scale that grows more and more slowly."""
+    """Returns a policy for long runs with large batches: a low scale that grows rarely."""
     return Dynamic(init_scale=4.0, growth_interval=256, min_scale=2.0**-5, slow_growth_above=4.0)

@@ -31,97 +31,97 @@ _LAST = 2**31 - 2
 
 
 class HeadroomState(NamedTuple):
-    """The state of `Headroom`. Exponents are those of frexp, of the largest unscaled gradient."""
+    """The state of `Headroom`. Exponents are frexp exponents of the largest unscaled gradient."""
 
     scale: Any
-    """The loss is multiplied by this (float32)."""
+    """The factor that the loss is multiplied by (float32)."""
     last: Any
-    """The exponent one step ago; after bad steps, log2 of the scale that failed last (int32)."""
+    """The exponent one step ago; after bad steps, log2 of the last scale that failed (int32)."""
     before: Any
     """The exponent two steps ago (int32)."""
     peak: Any
-    """The largest exponent lately, in parts of a binade: `memory` of them make one (int32)."""
+    """The largest recent exponent, in units of 1 / `memory` binade (int32)."""
     crest: Any
-    """The largest median lately, in the same parts (int32)."""
+    """The largest recent median, in the same units (int32)."""
     spread: Any
     """Binades added to the margin because of unpredicted overflows (int32)."""
     kept: Any
     """`spread` before the current run of bad steps (int32)."""
     seen: Any
-    """1 after the first finite step with a gradient that is not zero, else 0 (int32)."""
+    """1 after the first finite step with a nonzero gradient, otherwise 0 (int32)."""
     bad_steps: Any
-    """Steps that were not finite since the last finite one with a nonzero gradient, without lone
-    spikes; -1 right after one (int32)."""
+    """Steps that were not finite since the last finite step with a nonzero gradient, except lone
+    spikes; -1 right after a lone spike (int32)."""
     calm: Any
-    """Finite steps since the last that was not, or was above crest and `spread` (int32)."""
+    """Finite steps since the last that was not finite or exceeded crest and `spread` (int32)."""
     patience: Any
-    """Such steps after which nothing is left of `spread` (int32)."""
+    """Number of such steps after which `spread` is 0 (int32)."""
     rest: Any
     """Steps since the scale was last raised (int32)."""
     credit: Any
-    """Finite steps, up to four times `LONE`, less `LONE` for every lone spike (int32)."""
+    """Finite steps, up to four times `LONE`, minus `LONE` for every lone spike (int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """Keep the largest gradient a margin of binades below the format's ceiling.
+    """Keeps the largest gradient a margin of binades below the format's largest number.
 
     Every finite step gives the exponent of the largest unscaled gradient. The *level* is the median
-    of the last three, which a single spike does not move. The *peak* is the highest recent exponent
-    and the *crest* the highest recent level; both decay by one binade in `memory` steps, and the
-    crest rises by at most one binade a step. The scale is set so that
+    of the last three, which a single spike does not change. The *peak* is the highest recent
+    exponent and the *crest* the highest recent level. Both decay by one binade in `memory` steps,
+    and the crest rises by at most one binade per step. The scale is set so that
 
         max(crest + spread, peak) + log2(scale) == exponent of the ceiling - margin
 
-    It is lowered at once. It is raised at most once in `pause` steps if by two binades or more, and
-    at most once in 16 times as many if by one; never above what recent gradients leave room for.
+    It is lowered at once. It is raised by two or more binades at most once in `pause` steps, and by
+    one binade at most once in 16 times as many; never above what recent gradients leave room for.
 
-    A step that is not finite although its gradients should have fitted means that something else
-    overflows, such as the gradient of an activation, or that there was a spike: `spread` becomes
-    two more than twice what it was (the first time, than four times), and at least two more than
-    the scale had to spare. After n finite steps that were not above crest and spread, it is at most
-    `forget` / n; `forget` counts double after every such overflow but the first. If the bad steps
-    go on, the scale falls by 8, 16, 16, ... binades. If there are more than two, or if the
-    gradients after them are large enough to explain the overflow, `spread` becomes what it was
-    before.
+    A step that is not finite although its gradients should have fitted has another cause, such as
+    the gradient of an activation or a spike. Then `spread` becomes twice its value plus two (the
+    first time, four times its value plus two), and at least two more than the scale had to spare.
+    After n finite steps that did not exceed crest and spread, it is at most `forget` / n; `forget`
+    doubles after every such overflow except the first. If further steps are not finite, the scale
+    falls by 8, 16, 16, ... binades. If there are more than two, or if the gradients after them are
+    large enough to explain the overflow, `spread` is set back to its earlier value.
 
-    With `spikes="skip"` an overflow after a finite step is a lone spike: it moves nothing. At most
-    one in 16 steps on average counts as such, and at most four within a few steps.
+    With `spikes="skip"` an overflow after a finite step is a lone spike and changes nothing. On
+    average at most one in 16 steps is treated so, and at most four within a few steps.
 
     A step with `loss_finite` or `fits` false changes nothing. Before the first finite step, the
     first bad step lowers the scale to at most 1 and each further one by 14 binades; gradients that
-    are all zero raise it by 24. `spread` begins at two binades, or at four or more after bad steps,
-    and decays eight times as quickly at first.
+    are all zero raise it by 24. `spread` starts at two binades, or at four or more after bad steps,
+    and decays eight times as fast at first.
 
-    >>> policy = Headroom(init_scale=2.0**16)
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
-    68719476736.0
-    >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
-    1.0
+    Examples:
+        >>> policy = Headroom(init_scale=2.0**16)
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-9, exponent=-8)).scale
+        68719476736.0
+        >>> policy.update(policy.init(), GradStats(finite=False, amax=0.0, exponent=0)).scale
+        1.0
     """
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax", "exponent")
-    """Fields of `GradStats` that `update` takes besides the flags; `exponent` may be None."""
+    """Fields of `GradStats` that `update` reads besides the flags; `exponent` may be None."""
     added: ClassVar[tuple[str, ...]] = ("credit",)
-    """Fields of the state that older checkpoints do not have: they begin as in `init`."""
+    """Fields of the state that older checkpoints do not have; they start as in `init`."""
     init_scale: float = 2.0**8
-    """Low enough for almost any model; the first finite step raises it as far as there is room."""
+    """The first scale, low enough for almost any model; the first finite step raises it."""
     margin: int = 2
     """Binades between the largest gradient and the ceiling."""
     memory: int = 64
     """Steps in which the peak decays by one binade."""
     forget: int = 1000
-    """Finite steps after which nothing is left of `spread`, the first time."""
+    """Finite steps after which `spread` is 0, the first time."""
     pause: int = 16
-    """The fewest steps between two raises of the scale."""
+    """Smallest number of steps between two raises of the scale."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
-    """The narrowest format of the backward pass, which sets the ceiling."""
+    """Narrowest format of the backward pass, which gives the ceiling."""
     spikes: str = "fit"
-    """What a lone step with far larger gradients costs: "fit" leaves room for the next one, "skip"
-    leaves the scale as it is, so that the next one is skipped as well."""
+    """What happens after a lone step with far larger gradients: "fit" lowers the scale, so that the
+    next such step fits; "skip" keeps the scale, so that the next such step is skipped too."""
 
     def __post_init__(self) -> None:
         if self.spikes not in SPIKES:
@@ -132,7 +132,7 @@ class Headroom:
                 raise SettingError(f"{name} must be at most {most}, got {getattr(self, name)}.")
 
     def init(self, xp: Any = scalars, like: Any = None) -> HeadroomState:
-        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        """Returns the first state: numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         # A tensor for each: an engine that updates a state in place must not change other fields.
         zeros = [new(xp, like, 0) for _ in HeadroomState._fields[1:]]
         state = HeadroomState(new(xp, like, self.init_scale), *zeros)
@@ -140,7 +140,7 @@ class Headroom:
         return state._replace(**{name: new(xp, like, value) for name, value in begin.items()})
 
     def update(self, state: HeadroomState, stats: GradStats, xp: Any = scalars) -> HeadroomState:
-        """The state after a step with these `stats`, which must have `amax`."""
+        """Returns the state after a step with these `stats`, which must include `amax`."""
         if xp is scalars and stats.finite and stats.loss_finite and stats.fits:
             shown = stats.amax is not None and stats.amax > 0
             if shown and state.seen > 0 >= state.bad_steps:
@@ -319,8 +319,8 @@ class Headroom:
 
 
 def for_short_runs() -> Headroom:
-    """A policy for runs of hundreds of steps, such as fine-tuning and reinforcement learning.
+    """Returns a policy for runs of hundreds of steps: fine-tuning and reinforcement learning.
 
-    Peaks and overflows decay sooner, so that little of a short run is spent at a low scale.
+    Peaks and overflows decay sooner, so less of a short run is spent at a low scale.
     """
     return Headroom(memory=32, forget=200, pause=8)

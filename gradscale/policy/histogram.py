@@ -18,53 +18,54 @@ class HistogramState(NamedTuple):
     """The state of `Histogram`."""
 
     scale: Any
-    """The loss is multiplied by this (float32)."""
+    """The factor that the loss is multiplied by (float32)."""
     clear_steps: Any
-    """Consecutive steps at which a doubled scale would have been fine (int32)."""
+    """Consecutive steps in which twice the scale would have been possible (int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """Halve the scale when too many gradients are near the ceiling, double it when none would be.
+    """Halves the scale if too many gradients are near the ceiling; doubles it if none would be.
 
         if not finite or upper > threshold:
             scale = max(scale / 2, min_scale)
         elif 2 * amax < max / 8 for interval steps in a row:
             scale = min(scale * 2, max_scale)
 
-    where `upper` is the share of the elements above an eighth of the format's largest number. Where
-    that is not measured, one such element is enough: `amax > max / 8`. The rule of PopART, with two
-    changes: where the published rule doubles and halves for ever, this one leaves the scale alone;
-    and a step that is not finite lowers the scale.
+    `upper` is the share of the elements above an eighth of the format's largest number. If it is
+    not measured, one such element is enough: `amax > max / 8`. This is the rule of Graphcore's
+    PopART with two changes: where the published rule alternates between doubling and halving, this
+    one keeps the scale; and a step that is not finite lowers the scale.
 
-    >>> policy = Histogram(interval=1)
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0)).scale
-    32768.0
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0)).scale
-    131072.0
+    Examples:
+        >>> policy = Histogram(interval=1)
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=9000.0)).scale
+        32768.0
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=9.0)).scale
+        131072.0
     """
 
     __repr__ = call_of
     goes_by: ClassVar[tuple[str, ...]] = ("amax",)
     init_scale: float = 2.0**16
     threshold: float = 1e-7
-    """The share of the elements that may be above the edge, where `upper` is measured."""
+    """Largest allowed share of elements above the edge, if `upper` is measured."""
     interval: int = 50
-    """Consecutive steps with room for a doubled scale after which it is doubled."""
+    """Consecutive steps with room for twice the scale after which it is doubled."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
-    """The narrowest format of the backward pass, which sets the ceiling."""
+    """Narrowest format of the backward pass, which gives the ceiling."""
 
     def __post_init__(self) -> None:
         check(self, ("interval",), {"threshold": (0.0, 1.0)})
 
     def init(self, xp: Any = scalars, like: Any = None) -> HistogramState:
-        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        """Returns the first state: numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         return HistogramState(new(xp, like, self.init_scale), new(xp, like, 0))
 
     def update(self, state: HistogramState, stats: GradStats, xp: Any = scalars) -> HistogramState:
-        """The state after a step with these `stats`, which must have `amax`."""
+        """Returns the state after a step with these `stats`, which must include `amax`."""
         demand(stats, "amax", "Histogram")
 
         def number(value: float) -> Any:

@@ -13,38 +13,39 @@ from gradscale.policy.stats import GradStats, demand
 
 
 class LogMaxState(NamedTuple):
-    """The state of `LogMax`. Logarithms are to the base 2, of the largest unscaled gradient."""
+    """The state of `LogMax`. Logarithms are log2 of the largest unscaled gradient."""
 
     scale: Any
-    """The loss is multiplied by this (float32)."""
+    """The factor that the loss is multiplied by (float32)."""
     mean: Any
-    """The mean of the logarithms over about 100 steps (float32)."""
+    """Mean of the logarithms over about 100 steps (float32)."""
     slow_mean: Any
-    """The mean over about 1,000 steps, around which the variance is taken (float32)."""
+    """Mean over about 1,000 steps, used for the variance (float32)."""
     variance: Any
-    """Of the logarithms, over about 1,000 steps (float32)."""
+    """Variance of the logarithms over about 1,000 steps (float32)."""
     weight: Any
-    """The sum of the weights of the observations in `mean`, from 0 to 1 (float32)."""
+    """Sum of the weights of the observations in `mean`, from 0 to 1 (float32)."""
     slow_weight: Any
     """The same for `slow_mean` and `variance` (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogMax:
-    """Model the logarithm of the largest gradient as normal; leave a small chance of overflow.
+    """Models log2 of the largest gradient as normal; leaves a small probability of overflow.
 
         x = log2(amax / scale)
         scale = 2**floor(exponent of the ceiling - (mean of x + deviations * its deviation))
 
-    The rule of OpenSeq2Seq, with three changes: an overflow counts as an x that would just
-    overflow, but at most four above the mean (not as 65536, which keeps the scale at its floor for
-    ten thousand steps); a gradient of 0 is ignored (not counted as minus infinity); and the ceiling
-    is that of the format. The averages are float32, and their last bits differ between frameworks;
-    so may a scale at the edge of a binade.
+    This is the rule of OpenSeq2Seq with three changes: an overflow counts as an x that would just
+    overflow, but at most four above the mean (not as 65536, which keeps the scale at its minimum
+    for ten thousand steps); a gradient of 0 is ignored (not counted as minus infinity); and the
+    ceiling is that of the format. The averages are float32, and their last bits differ between
+    frameworks, so a scale at the edge of a binade may differ too.
 
-    >>> policy = LogMax()
-    >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-10, exponent=-9)).scale
-    4398046511104.0
+    Examples:
+        >>> policy = LogMax()
+        >>> policy.update(policy.init(), GradStats(finite=True, amax=2.0**-10, exponent=-9)).scale
+        4398046511104.0
     """
 
     __repr__ = call_of
@@ -55,11 +56,11 @@ class LogMax:
     slow_decay: float = 0.999
     """Decay of the variance per step."""
     deviations: float = 3.09
-    """Standard deviations above the mean that must fit: 3.09 leaves a chance of 1 in 1,000."""
+    """Standard deviations above the mean that must fit; 3.09 leaves a probability of 1 in 1,000."""
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
     format: str = "float16"
-    """The narrowest format of the backward pass, which sets the ceiling."""
+    """Narrowest format of the backward pass, which gives the ceiling."""
 
     def __post_init__(self) -> None:
         decay = (0.0, 1.0)
@@ -69,12 +70,12 @@ class LogMax:
             raise SettingError(f"deviations must be at most 100, got {self.deviations}.")
 
     def init(self, xp: Any = scalars, like: Any = None) -> LogMaxState:
-        """The first state: plain numbers, or arrays of `xp` on the device of the 0-dim `like`."""
+        """Returns the first state: numbers, or arrays of `xp` on the device of the 0-dim `like`."""
         zeros = [new(xp, like, 0.0) for _ in LogMaxState._fields[1:]]
         return LogMaxState(new(xp, like, self.init_scale), *zeros)
 
     def update(self, state: LogMaxState, stats: GradStats, xp: Any = scalars) -> LogMaxState:
-        """The state after a step with these `stats`, which must have `amax`."""
+        """Returns the state after a step with these `stats`, which must include `amax`."""
         demand(stats, "amax", "LogMax")
 
         def number(value: float) -> Any:

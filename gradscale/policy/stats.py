@@ -13,19 +13,19 @@ class GradStats(NamedTuple):
     finite: Any
     """bool: every scaled gradient element is finite; if not, the scale was too high."""
     amax: Any = None
-    """The largest magnitude among the scaled gradients; None where it is not measured."""
+    """The largest magnitude of the scaled gradients; None: not measured."""
     loss_finite: Any = True
     """bool: the unscaled loss was finite; if not, the scale is not the cause."""
     underflow: Any = None
-    """Share of the nonzero elements below the smallest normal number; None = not measured."""
+    """Share of the nonzero elements below the smallest normal number; None: not measured."""
     fits: Any = True
     """bool: every unscaled element is finite where it is stored; if not, the scale was too low."""
     exponent: Any = None
-    """int32: the frexp exponent of amax, taken by the engine (log2 differs between frameworks)."""
+    """int32: the frexp exponent of amax, from the engine (log2 differs between frameworks)."""
     upper: Any = None
-    """Share of the elements above an eighth of the format's largest number; None = not measured."""
+    """Share of the elements above an eighth of the format's largest number; None: not measured."""
     norm: Any = None
-    """2-norm of the unscaled gradients; None where not measured."""
+    """2-norm of the unscaled gradients; None: not measured."""
 
 
 def demand(stats: GradStats, name: str, policy: str) -> None:

@@ -21,22 +21,23 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two runs have in common, and what not."""
+    """What two runs have in common, and where they differ."""
 
     first: Summary
     second: Summary
     only_first: list[Finding]
     """Findings of the first run that the second does not have, by kind and place."""
     only_second: list[Finding]
+    """Findings of the second run that the first does not have."""
     both: list[Finding]
-    """Findings that both have, as the second run has them."""
+    """Findings of both, as the second run has them."""
     common_step: int | None
     """The last step at which both have logged a loss."""
     losses: tuple[float, float] | None
     """Their losses at that step."""
 
     def rows(self) -> list[Row]:
-        """The table of the comparison."""
+        """Returns the table of the comparison."""
         a, b = self.first, self.second
         rows = [
             Row("steps", f"{a.steps:,}", f"{b.steps:,}"),
@@ -54,7 +55,7 @@ class Comparison(NamedTuple):
         return rows
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, fit for JSON."""
+        """Returns the fields, fit for JSON."""
         return {
             "first": self.first.as_dict(),
             "second": self.second.as_dict(),
@@ -67,7 +68,7 @@ class Comparison(NamedTuple):
 
 
 def compare(first: Run, second: Run, names: tuple[str, str]) -> Comparison:
-    """The two runs, which are called `names`, against each other."""
+    """Returns the comparison of two runs with these names."""
     a, b = summarise(first, names[0]), summarise(second, names[1])
     losses = [dict(curves(lines_of_first_rank(run))["loss"]) for run in (first, second)]
     common = max(losses[0].keys() & losses[1].keys(), default=None)

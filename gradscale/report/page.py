@@ -39,7 +39,7 @@ TEXT = 500
 
 
 def report_page(run: Run, summary: Summary) -> str:
-    """The page of one run."""
+    """Returns the HTML page of one run."""
     data = {
         "title": f"Run {summary.name}",
         "runs": [_run(run, summary)],
@@ -51,7 +51,7 @@ def report_page(run: Run, summary: Summary) -> str:
 
 
 def comparison_page(first: Run, second: Run, comparison: Comparison) -> str:
-    """The page of two runs over each other."""
+    """Returns the HTML page with the curves of two runs."""
     names = comparison.first.name, comparison.second.name
     groups = [
         (f"Only in {names[0]}", comparison.only_first),

@@ -24,20 +24,24 @@ class Skip(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A run in numbers. What was not measured is None."""
+    """The numbers of a run. What was not measured is None."""
 
     name: str
+    """The name of the run."""
     first_step: int
+    """The first step."""
     last_step: int
+    """The last step."""
     steps: int
-    """Iterations from the first to the last, also those that the log has thinned out."""
+    """Iterations from the first to the last, including those that were thinned out of the log."""
     ranks: list[int]
+    """The ranks that have written lines."""
     skipped: int
     """Iterations in which at least one step was skipped."""
     causes: dict[str, int]
-    """How many were skipped for which cause."""
+    """Number of skipped iterations by verdict."""
     culprits: dict[str, int]
-    """In how many skipped iterations a parameter was not finite; the ten most frequent."""
+    """Number of skipped iterations in which a parameter was not finite; the ten most frequent."""
     scale: float | None
     """The last scale."""
     median_scale: float | None
@@ -46,25 +50,25 @@ class Summary(NamedTuple):
     median_underflow: float | None
     last_loss: float | None
     seconds: float | None
-    """From the first to the last step."""
+    """Time from the first to the last step."""
     findings: list[Finding]
     unreadable_lines: int
 
     @property
     def skipped_share(self) -> float | None:
-        """Skipped iterations among all."""
+        """The share of iterations that were skipped."""
         return self.skipped / self.steps if self.steps else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, fit for JSON."""
+        """Returns the fields, fit for JSON."""
         fields = self._asdict() | {"skipped_share": self.skipped_share}
         return fields | {"findings": [finding.as_dict() for finding in self.findings]}
 
 
 def summarise(run: Run, name: str) -> Summary:
-    """The numbers of `run`, which is called `name`.
+    """Returns the numbers of `run`, with this name.
 
-    Where several ranks have logged, skips are those of all, and the curves those of the lowest.
+    With several ranks, skips are those of all, and the curves those of the lowest.
     """
     lines = lines_of_first_rank(run)
     skips = skips_of(run)

@@ -1,7 +1,7 @@
-"""The log of a run: what every step did, in files of JSON lines that a crash cannot spoil.
+"""The log of a run: what every step did, in files of JSON lines that survive a crash.
 
-A run is a folder with one file for every rank, `rank-0.jsonl` and so on. `RunLog` appends to one,
-`read()` gives back all of them together. docs/how-to/log.md describes the lines.
+A run is a folder with one file per rank, `rank-0.jsonl` and so on. `RunLog` appends to one file,
+`read()` returns all of them merged. docs/reference/logs.md describes the lines.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NUMBERS = ("time", "scale", "loss", "grad_norm", "amax", "headroom", "underflow
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
-    """`line` as one line of JSON in ASCII, with its newline."""
+    """Returns `line` as one line of JSON in ASCII, with its newline."""
     # These come first, so that a line can be recognised without decoding it.
     ordered = {name: line[name] for name in ("kind", "step") if name in line} | dict(line)
     try:
@@ -35,7 +35,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 
 def decode(text: bytes | str) -> dict[str, Any]:
-    """The line that `encode()` made this of; a ValueError if it is none."""
+    """Returns the line that `encode()` encoded; a ValueError if it is not one."""
     line = json.loads(text, parse_constant=_refuse)
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         raise ValueError("A line of a run log is an object with a kind.")
@@ -59,7 +59,7 @@ def decode(text: bytes | str) -> dict[str, Any]:
 
 
 def finding_line(finding: Finding) -> dict[str, Any]:
-    """The line of `finding`."""
+    """Returns the line of `finding`."""
     fields = finding.as_dict()
     line: dict[str, Any] = {"kind": "finding"}
     for name in ("step", "rank"):
@@ -79,7 +79,7 @@ def finding_of(line: Mapping[str, Any]) -> Finding:
 
 
 def sample_line(sample: Sample) -> dict[str, Any]:
-    """The line of `sample`: its fields, those of tensors without those that have their default."""
+    """Returns the line of `sample`, without fields of tensors that have their default."""
     tensors = [
         {name: value for name, value in tensor._asdict().items() if not _is_default(name, value)}
         for tensor in sample.tensors
@@ -94,7 +94,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def sample_of(line: Mapping[str, Any]) -> Sample:
-    """The sample of a line; fields that it does not have are ignored."""
+    """Returns the sample of a line; unknown fields are ignored."""
     tensors = tuple(
         TensorSample(**{n: _frozen(each[n]) for n in TensorSample._fields if n in each})
         for each in line["tensors"]

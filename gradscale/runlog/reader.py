@@ -16,34 +16,35 @@ from gradscale.runlog.lines import VERSION, decode, finding_of, sample_of
 
 
 class Run(NamedTuple):
-    """What the log of a run holds, of all ranks, in the order of steps."""
+    """The log of a run, of all ranks, in the order of steps."""
 
     settings: dict[str, Any]
-    """The settings of the last header of the lowest rank."""
+    """The settings in the last header of the lowest rank."""
     ranks: list[int]
-    """The ranks that have written something."""
+    """The ranks that have written lines."""
     steps: list[dict[str, Any]]
-    """Lines of kind "step", each with its "rank"; of steps that were taken again, as after
-    loading a checkpoint, the last ones."""
+    """Lines of kind "step", each with its "rank"; of steps that were repeated, as after loading a
+    checkpoint, the last ones."""
     events: list[dict[str, Any]]
     """Lines of kind "event", each with its "rank"."""
     findings: list[Finding]
-    """What several ranks have found is here once, without a rank."""
+    """The findings; one that several ranks have is here once, without a rank."""
     samples: list[Sample]
+    """The samples of an `Inspector`."""
     skipped_lines: int
-    """Lines that could not be read."""
+    """Number of lines that could not be read."""
     headers: list[dict[str, Any]]
     """Lines of kind "run": one for every rank and every time that it was continued."""
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """The run in the folder `path`, or of the one file that it is.
+    """Returns the run in the folder `path`, or in the file `path`.
 
-    A line that cannot be read, as the last one of a process that was killed, is left out, with one
+    Lines that cannot be read, such as the last one of a killed process, are ignored, with one
     warning that counts them.
 
     Raises:
-        StateError: There is no run log, or a later version of gradscale has written it.
+        StateError: There is no run log, or a later version of gradscale wrote it.
     """
     files = _files(Path(path))
     parts = [_read_rank(file, rank) for file, rank in files]

@@ -40,14 +40,14 @@ LOGGED = (
 
 
 class Recorder:
-    """Turns steps into events and into lines of a run log, and reports a run that is stuck.
+    """Converts steps to events and to lines of a run log, and reports a run that is stuck.
 
     Args:
         floor: The smallest scale that the policy allows.
         format: The narrowest format of the backward pass.
         on_event: Called with every `Event`.
-        on_stuck: After `stuck_after` skipped steps in a row: "warn", "raise" or "ignore".
-        stuck_after: How many skipped steps in a row are too many.
+        on_stuck: After `stuck_after` consecutive skipped steps: "warn", "raise" or "ignore".
+        stuck_after: Number of consecutive skipped steps after which the run is stuck.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Recorder:
 
     @property
     def history(self) -> list[tuple[int, float, str]]:
-        """(step, scale, name) of the last events, oldest first."""
+        """The last events as (step, scale, event name), oldest first."""
         return list(self._tracker.history)
 
     def restore(self, skipped_in_a_row: int) -> None:
-        """Starts with so many skipped steps in a row, of an earlier part of the training."""
+        """Starts with this number of consecutive skipped steps, of an earlier run."""
         self._tracker.restore((skipped_in_a_row,))
 
     def log_to(
@@ -93,9 +93,9 @@ class Recorder:
             version: The version of gradscale.
             engine: The framework and its version.
             rank: The number of this process.
-            world_size: How many processes there are.
+            world_size: The number of processes.
             settings: The settings of the run for the first line of the log.
-            max_steps: How many applied steps the log keeps, evenly; skipped ones are all kept.
+            max_steps: Number of applied steps to keep, evenly thinned; all skipped steps are kept.
         """
         self._log = RunLog(path, rank, max_steps=max_steps)
         self._rank = rank if world_size > 1 else None
@@ -128,14 +128,14 @@ class Recorder:
         """Takes one step: writes it to the log, then delivers its events.
 
         Args:
-            number: Its number, from 1.
-            scale: The scale from now on.
+            number: The number of the step, from 1.
+            scale: The scale after the step.
             values: The fields of the outcome as plain numbers, by name.
-            outcome: What events have as their outcome.
-            loss: The loss of the step; None where it is not known.
+            outcome: The outcome that events get.
+            loss: The loss of the step; None if it is unknown.
 
         Raises:
-            StuckError: Too many steps in a row were skipped, and `on_stuck` is "raise".
+            StuckError: Too many consecutive steps were skipped, and `on_stuck` is "raise".
         """
         move = Move(0, values["scale"], scale, self._floor)
         skipped = values["skipped_in_a_row"]
@@ -159,7 +159,7 @@ class Recorder:
             self._log.flush()
 
     def close(self) -> None:
-        """Flushes and closes the log; later steps are no longer written."""
+        """Flushes and closes the log; later steps are not written."""
         if self._log is not None:
             self._log.close()
 

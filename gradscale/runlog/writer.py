@@ -35,24 +35,24 @@ _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def rank_file(path: str | os.PathLike[str], rank: int) -> Path:
-    """The file of `rank` in the folder of a run."""
+    """Returns the path of the file of `rank` in the folder of a run."""
     return Path(path) / f"rank-{rank}.jsonl"
 
 
 class RunLog:
-    """Appends lines to the file of one rank, from a thread of its own.
+    """Appends lines to the file of one rank, in a thread.
 
-    A file has one writer: a second one, in this process or another, is refused. A process that is
-    forked does not write; it has to open a log of its own. What waits in the queue is written by
-    `close()`, when the log is collected, and at the end of the interpreter.
+    A file has one writer: a second one, in this process or another, is refused. A forked process
+    does not write and must open a log of its own. Lines in the queue are written by `close()`, when
+    the log is garbage collected, and at exit.
 
     Args:
-        path: The folder of the run, made if it is not there.
-        rank: Whose file it is.
-        max_steps: How many lines of applied steps are kept; see `thinning.py`.
+        path: The folder of the run; it is created if it does not exist.
+        rank: The rank of the file.
+        max_steps: Number of applied steps to keep, evenly thinned; all skipped steps are kept.
 
     Raises:
-        SettingError: A setting is wrong, or another log writes this file.
+        SettingError: A setting is wrong, or another log writes to this file.
         OSError: The file cannot be opened.
     """
 
@@ -68,7 +68,7 @@ class RunLog:
 
     @property
     def last_step(self) -> int:
-        """The number of the last step in the file when it was opened; 0 if there was none."""
+        """Number of the last step in the file when it was opened; 0 if there was none."""
         return self._writer.thinning.last_step
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -76,12 +76,12 @@ class RunLog:
         self._writer.put(line)
 
     def flush(self) -> None:
-        """Writes what is in the queue; **waits for the disk**."""
+        """Writes the lines in the queue; **waits for the disk**."""
         self._writer.drain()
         self._writer.complain()
 
     def close(self) -> None:
-        """Writes what is in the queue and ends the log; later lines are ignored."""
+        """Writes the lines in the queue and closes the log; later lines are ignored."""
         self._end()
         self._writer.complain()
 

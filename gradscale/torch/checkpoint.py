@@ -19,12 +19,12 @@ __all__ = ["load", "load_sharded", "random_state", "save", "set_random_state"]
 
 
 def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Writes `state` to `path`, whole or not at all.
+    """Writes `state` to `path` atomically.
 
         save("run.pt", {"mp": mp.state_dict(), "random": random_state(), "step": step})
 
-    It is written beside `path`, synced to the disk, and then replaces the old file atomically; so
-    there is a whole one at any time, also if the machine loses its power.
+    It is written to a temporary file in the same folder, synced to the disk, and then replaces the
+    old file, so a complete file exists at any time, also after a power failure.
     """
     target = Path(path)
     # Left by processes on this machine that are gone.
@@ -51,17 +51,17 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
 
 def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """What `save` wrote to `path`; only plain values and tensors are read."""
+    """Returns what `save` wrote to `path`; reads only tensors and plain values."""
     return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Loads what `torch.distributed.checkpoint.save` wrote, for any number of ranks, into `state`.
+    """Loads into `state` what `torch.distributed.checkpoint.save` wrote, for any number of ranks.
 
         load_sharded({"model": weights, "optimizer": states, "scaler": scaler}, "run")
 
-    A scaler that is not in the checkpoint stays as it is, with a warning; anything else that is
-    missing is an error, as in torch.
+    A scaler that is not in the checkpoint keeps its state, with a warning; any other missing entry
+    is an error, as in torch.
     """
     # Takes long to import.
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict

@@ -21,24 +21,24 @@ _replaced: list[tuple[Any, str, Any]] = []
 def replace(
     *, policy: str | None = None, on_new: Callable[[Any], object] | None = None
 ) -> Iterator[None]:
-    """Gives our scaler to code that imports torch's inside the block.
+    """Replaces torch's scaler classes by gradscale's inside a `with` block.
 
         with gradscale.torch.replace():
-            import their_trainer  # which says: from torch.amp import GradScaler
+            import their_trainer  # contains: from torch.amp import GradScaler
 
-    Replaced are `GradScaler` in `torch`, `torch.amp`, `torch.cuda.amp` and `torch.cpu.amp`, and
-    FSDP's `ShardedGradScaler`, for all threads. A module that was imported before, and holds the
-    class under a name of its own, keeps torch's; one that is imported inside keeps ours after the
-    block. `isinstance` and `issubclass` have the same results with either class, inside and
-    outside. Blocks may be nested; where the last one ends, also by an exception, the names are what
-    they were before the first.
+    `GradScaler` in `torch`, `torch.amp`, `torch.cuda.amp` and `torch.cpu.amp`, and FSDP's
+    `ShardedGradScaler` are replaced, in all threads. A module that was imported before the block
+    and holds the class under a name of its own keeps torch's class; a module imported inside the
+    block keeps gradscale's afterwards. `isinstance` and `issubclass` give the same results for both
+    classes, inside and outside. Blocks may be nested; the names are restored when the outermost
+    block ends, also by an exception.
 
     Args:
-        policy: The name of the policy of every scaler that is made inside and chooses none, such as
-            "headroom". Settings of torch's rule that it has too, such as `init_scale`, are kept;
-            others are left out.
-        on_new: Called with every `GradScaler` that is made inside, at the end of its constructor,
-            as by `lambda scaler: scaler.log_to("runs/first")`.
+        policy: Name of the policy for every scaler that is created inside without a policy, such as
+            "headroom". Settings of torch's rule that the policy also has, such as `init_scale`, are
+            kept; others are ignored.
+        on_new: Called with every `GradScaler` that is created inside, at the end of its
+            constructor, such as `lambda scaler: scaler.log_to("runs/first")`.
     """
     global _blocks
     # Here, because it imports FSDP, which takes longer than the rest of the package.

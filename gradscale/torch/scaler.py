@@ -62,7 +62,7 @@ _graph_break = functools.partial(_eager, lock=False)
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scales losses, unscales gradients, steps or skips: `torch.amp.GradScaler`, mended.
+    """A replacement for `torch.amp.GradScaler` that also unscales, clips and steps in one call.
 
         scaler = GradScaler("cuda")
         for inputs, targets in data:
@@ -71,24 +71,24 @@ class GradScaler(torch.amp.GradScaler):
             scaler.backward(loss)
             outcome = scaler.apply(optimizer, clip_norm=1.0)
 
-    or torch's own calls in torch's order. What differs is listed in docs/reference/differences.md.
+    torch's calls work too. docs/reference/differences.md lists what differs from torch.
 
     Args:
-        device: Where it will be used. The state really goes to the device of the first loss.
-        enabled: False makes every method hand through what it gets.
-        policy: The rule that moves the scale, or its name ("headroom"), not torch's four settings.
-        min_scale: The floor of the scale.
-        max_scale: The ceiling of the scale.
-        hysteresis: On which consecutive overflow the scale falls.
-        format: The narrowest format of the backward pass, which headroom and underflow are about.
-        groups: Which ranks decide together: "auto" (those of DTensors, and of modules that were
-            given to `name()`), a process group, a DeviceMesh, `Shards` of one, several, or None.
-        recheck: Whether `step()` reads gradients again that `unscale_()` has read.
-        on_drift: If scales of ranks differ that should not: "raise" a StateError, or "repair".
-        on_stuck: After `stuck_after` skipped steps in a row: "warn", "raise" a `StuckError`, or
-            "ignore".
-        stuck_after: How many skipped steps in a row are too many.
-        underflow_every: Measure `outcome.underflow` in every so many iterations; 0 never does.
+        device: Type of the device. The state is placed on the device of the first loss.
+        enabled: If False, the scale is 1 and every step is taken.
+        policy: The policy that moves the scale, or its name, in place of torch's four settings.
+        min_scale: Smallest scale.
+        max_scale: Largest scale.
+        hysteresis: Number of consecutive overflows at which the scale is lowered.
+        format: Narrowest format of the backward pass; headroom and underflow refer to it.
+        groups: Ranks that decide together: "auto" (from DTensors and from modules passed to
+            `name()`), a process group, a DeviceMesh, `Shards`, several of these, or None.
+        recheck: Whether `step()` reads the gradients again after `unscale_()`.
+        on_drift: If scales differ between ranks: "raise" a `StateError`, or "repair" them.
+        on_stuck: After `stuck_after` consecutive skipped steps: "warn", "raise" a `StuckError`,
+            or "ignore".
+        stuck_after: Number of consecutive skipped steps after which the run is stuck.
+        underflow_every: Interval, in iterations, at which underflow is measured; 0: never.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class GradScaler(torch.amp.GradScaler):
     # Losses.
 
     def scale(self, outputs: Any) -> Any:
-        """`outputs`, a tensor or an iterable of tensors, times the scale of this iteration."""
+        """Returns `outputs`, a tensor or an iterable of tensors, multiplied by the scale."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
@@ -162,17 +162,17 @@ class GradScaler(torch.amp.GradScaler):
         spare: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Scales `loss`, a tensor or several, and runs its backward pass; gradients add up.
+        """Scales `loss`, a tensor or several, and runs its backward pass; gradients accumulate.
 
         Args:
-            loss: What to differentiate.
-            loss_id: Gives the loss a scale of its own, which its own overflows lower and nobody
-                else's. Its gradients are checked on their own: one more copy of them for the while.
-            droppable: If the gradients of this pass are not finite, leave it out rather than the
-                whole step, and have the others of the step, which must all have this, weigh as much
-                as all of them. It also takes one more copy.
-            spare: The old name of `droppable`.
-            kwargs: For `torch.autograd.backward`.
+            loss: The tensor or tensors to differentiate.
+            loss_id: A value other than 0 gives the loss a scale of its own, which only its own
+                overflows lower. Its gradients are checked separately, which takes one copy of them.
+            droppable: If the gradients of this pass are not finite, only this pass is left out, not
+                the whole step, and the remaining passes are scaled up to replace it. All passes of
+                the step must be droppable. Takes one more copy of the gradients.
+            spare: Deprecated name of `droppable`.
+            **kwargs: Arguments of `torch.autograd.backward`.
         """
         plain = type(loss_id) is int and loss_id == 0 and not droppable and spare is None
         if plain and isinstance(loss, Tensor) and not self._state.losses:
@@ -182,9 +182,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @_graph_break
     def grad(self, outputs: Any, inputs: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled.
+        """Returns the unscaled result of `torch.autograd.grad` for scaled `outputs`.
 
-        For gradient penalties. float16 gradients come back in float32. Gradients that are not
+        For gradient penalties. float16 gradients are returned in float32. Gradients that are not
         finite count as an overflow in the next `update()`.
         """
         if self._enabled:
@@ -195,16 +195,16 @@ class GradScaler(torch.amp.GradScaler):
 
     @_eager
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of `optimizer` by their scale, in place, for clipping or reading.
+        """Divides the gradients of `optimizer` by their scale, in place.
 
-        float16 gradients stay float16, so small values can vanish by that.
+        float16 gradients stay in float16, so small values can become zero.
         """
         if self._enabled:
             loop.unscale_(self._pipeline, optimizer)
 
     @_eager
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """The 2-norm of the gradients, after unscaling and clipping them; NaN if one is bad."""
+        """Unscales and clips gradients; returns their 2-norm before clipping, NaN if not finite."""
         apply.check_limit("max_norm", max_norm)
         if not self._enabled:
             return disabled.clip_grad_norm_(optimizer, max_norm)
@@ -212,10 +212,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @_eager
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps `optimizer` unless a gradient is not finite; what its `step()` returned, or None.
+        """Steps `optimizer` if all gradients are finite; returns its `step()`'s result, or None.
 
         A closure computes the loss, calls `scaler.backward(loss)` and returns the loss. All its
-        evaluations have one scale, and the step is undone if one of them overflows. **Waits for the
+        evaluations use one scale, and the step is undone if one of them overflows. **Waits for the
         device** unless the optimizer can skip by itself (`fused=True` in torch.optim).
         """
         followers = self._pipeline.monitor.followers
@@ -234,20 +234,20 @@ class GradScaler(torch.amp.GradScaler):
         closure: Callable[[], Any] | None = None,
         zero_grad: bool = True,
     ) -> StepOutcome:
-        """What became of the step, after unscaling, clipping, stepping or skipping, and updating.
+        """Unscales, checks, clips, steps or skips, and updates the scale; returns the outcome.
 
             scaler.backward(loss)
             outcome = scaler.apply(optimizer, clip_norm=1.0)
 
-        **Waits for the device** only if an optimizer cannot skip by itself, or for a closure.
+        **Waits for the device** only if an optimizer cannot skip by itself, or with a closure.
 
         Args:
-            optimizers: One or several. Several are one step: one norm, one decision.
-            clip_norm: The largest 2-norm that all gradients together may have.
-            clip_value: The largest magnitude that an element may have; taken before `clip_norm`.
+            optimizers: One or several. Several are one step with one norm and one decision.
+            clip_norm: Largest 2-norm of all gradients together.
+            clip_value: Largest magnitude of an element; applied before `clip_norm`.
             closure: As in `step()`, with one optimizer.
-            zero_grad: Whether to clear the gradients afterwards, applied or not. Else torch's
-                optimizers leave them unscaled, those of gradscale.torch.optim as they were.
+            zero_grad: Whether to clear the gradients, also after a skipped step. If False, torch's
+                optimizers leave them unscaled and those of gradscale.torch.optim leave them scaled.
         """
         if torch.compiler.is_compiling():
             return ops.apply(self, optimizers, clip_norm, clip_value, closure, zero_grad)
@@ -267,9 +267,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @_eager
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale by the policy, or to `new_scale`, and ends the iteration.
+        """Moves the scale by the policy, or sets it to `new_scale`, and ends the iteration.
 
-        Gradients that no step has used keep their scale; bad ones of skipped steps are cleared.
+        Unused gradients keep their scale; non-finite gradients of skipped steps are cleared.
         """
         if self._enabled:
             loop.update(self._pipeline, new_scale)
@@ -283,13 +283,13 @@ class GradScaler(torch.amp.GradScaler):
         optimizers: Optimizer | Iterable[Optimizer],
         model: torch.nn.Module | None = None,
     ) -> float:
-        """The scale that suits the gradients of `closure`, which the scaler has from here on.
+        """Finds a scale for the gradients of `closure`, sets it and returns it.
 
             scaler.calibrate(lambda: loss_fn(model(batch), target), optimizer, model)
 
-        Runs `closure`, which returns the loss, and a backward pass at one scale after the other, at
-        most eight times. Nothing is stepped; gradients, random state and the buffers of `model` are
-        put back. On several ranks all must call it. **Waits for the device.**
+        Runs `closure`, which returns the loss, and a backward pass at up to eight different scales.
+        No step is taken; gradients, random state and the buffers of `model` are restored. With
+        several ranks, all must call it. **Waits for the device.**
 
         Raises:
             StuckError: No scale gave finite gradients, or the loss is not finite.
@@ -301,7 +301,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @_eager
     def outcome(self, optimizer: Optimizer | None = None) -> StepOutcome:
-        """What became of the last step, of `optimizer` or of any."""
+        """Returns the outcome of the last step of `optimizer`, or of any optimizer."""
         outcome = self._pipeline.monitor.outcome()
         if optimizer is not None:
             entry = self._pipeline.entries.find(optimizer)
@@ -315,32 +315,32 @@ class GradScaler(torch.amp.GradScaler):
 
     @_eager
     def on(self, event: str, callback: Callable[[Event], object]) -> None:
-        """Calls `callback(event)` for every `event`: a name, a step, a scale and an outcome.
+        """Registers `callback(event)`, called for every `event` with this name; see `Event`.
 
-        "skip": a step was not applied; "recover": the first that is applied again; "stuck": too
-        many skips in a row; "grow", "backoff": the scale moved; "floor": it reached its floor.
-        They come in order, late by as much as the device is behind: call `flush()` at the end.
+        "skip": a step was skipped; "recover": the first applied step after skipped ones; "stuck":
+        too many consecutive skips; "grow", "backoff": the scale moved; "floor": it reached its
+        minimum. Calls are in order and as late as the device; `flush()` makes those still pending.
         """
         self._pipeline.monitor.on(event, callback)
 
     @_eager
     def follow(self, *things: Any, optimizer: Optimizer | None = None, wait: bool = False) -> None:
-        """Steps schedulers, averages or counters, or calls functions, after applied steps alone.
+        """Steps schedulers, averages or counters, or calls functions, after applied steps only.
 
-        They are called just before the next step moves the parameters, without waiting: call
-        `flush()` before you look at them. Steps inside a CUDA graph are followed in `flush()`.
+        The calls are made just before the next step changes the parameters, without waiting;
+        `flush()` makes those that are pending. Steps of CUDA graphs are followed in `flush()`.
 
         Args:
-            things: Functions without arguments, and objects with a `step()`.
-            optimizer: Whose steps to follow; without it that of a scheduler, and else any.
-            wait: Call them in `update()` instead, which then **waits for the device**.
+            *things: Functions without arguments, and objects with a `step()` method.
+            optimizer: The optimizer to follow. Default: that of a scheduler, otherwise any.
+            wait: Make the calls in `update()` instead, which then **waits for the device**.
         """
         for thing in things:
             self._pipeline.monitor.follow(thing, optimizer, wait)
 
     @_eager
     def flush(self) -> None:
-        """Delivers all events and calls everything that is still due; **waits for the device**.
+        """Delivers all events and makes all pending calls of followers; **waits for the device**.
 
         That includes replays of CUDA graphs, of which the last 4,096 steps are kept.
         """
@@ -350,36 +350,36 @@ class GradScaler(torch.amp.GradScaler):
     @property
     @_graph_break
     def history(self) -> list[tuple[int, float, str]]:
-        """The last thousand events as (step, scale, event), oldest first."""
+        """The last 1,000 events as (step, scale, event name), oldest first."""
         self._pipeline.monitor.deliver()
         return list(self._pipeline.monitor.tracker.history)
 
     @_eager
     def name(self, model: torch.nn.Module) -> None:
-        """Takes over the parameters' names and the process groups of DDP and FSDP in `model`."""
+        """Registers the parameter names and the DDP and FSDP process groups of `model`."""
         self._pipeline.monitor.names.take(bare(model))
         self._pipeline.consensus.name(model)
 
     @_eager
     def watch(self, optimizer: Optimizer) -> None:
-        """Makes `optimizer` known before its first step: gradients left for it keep their scale."""
+        """Registers `optimizer` before its first step; gradients that it has keep their scale."""
         self._pipeline.entries.watch(optimizer)
 
     @_eager
     def abandon(self) -> None:
-        """Forgets losses that were scaled and lead to no step: their gradients are gone."""
+        """Discards scaled losses that no step will follow because their gradients are gone."""
         self._pipeline.passes.abandon()
 
     # Settings and checkpoints.
 
     @property
     def policy(self) -> Policy:
-        """The rule that moves the scale, with its settings."""
+        """The policy that moves the scale, with its settings."""
         return self._state.policy
 
     @_eager
     def get_scale(self, loss_id: int | str = 0) -> float:
-        """The current scale, of a loss if some have their own; **waits for the device**."""
+        """Returns the current scale of the loss `loss_id`; **waits for the device**."""
         return self._state.number(loss_id) if self._enabled else 1.0
 
     set_growth_factor = _eager(torch_names.setter("growth_factor"))
@@ -388,19 +388,19 @@ class GradScaler(torch.amp.GradScaler):
 
     @_eager
     def state_dict(self) -> dict[str, Any]:
-        """The checkpoint in plain numbers, empty if disabled; **waits for the device**."""
+        """Returns the state as plain numbers, empty if disabled; **waits for the device**."""
         return self._state.save(self._pipeline.entries.skipped_rows()) if self._enabled else {}
 
     @_eager
     def load_state_dict(self, state_dict: Mapping[str, Any], *, settings: bool = True) -> None:
-        """Takes over a checkpoint: ours, torch's, or that of a peer (see checkpoints/peers.py).
+        """Loads a state of gradscale, of torch or of another system: docs/reference/checkpoints.md.
 
         Args:
-            state_dict: What `state_dict()` gave, here or elsewhere.
-            settings: Whether to take the settings as well, as torch does, or the state alone.
+            state_dict: The state.
+            settings: Whether to load the settings too, as torch does, or only the state.
 
         Raises:
-            StateError: It cannot be read; nothing was loaded.
+            StateError: The state cannot be read; nothing was loaded.
         """
         if not self._enabled:
             return

@@ -26,7 +26,7 @@ def setting(name: str, missing: float) -> Any:
 
 
 def setter(name: str) -> Any:
-    """The method that sets a setting of the policy."""
+    """Returns the method that sets a setting of the policy."""
 
     def put(scaler: Any, value: Any) -> None:
         scaler._state.change(name, value)

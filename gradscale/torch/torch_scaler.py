@@ -21,17 +21,17 @@ _MODULES = (
 
 
 def from_torch(cls: type[Scaler], scaler: torch.amp.GradScaler) -> Scaler:
-    """A scaler with the settings and the state of `scaler`, one of torch's, which stays as it is.
+    """Returns a scaler with the settings and the state of `scaler`, which does not change.
 
         scaler = GradScaler.from_torch(trainer.scaler)
 
-    torch's `ShardedGradScaler` gives ours of that name, with its process group, and a scaler of
-    ours gives a copy. Call it between iterations: gradients that `scaler` has scaled need its own
+    A `ShardedGradScaler` of torch gives a `ShardedGradScaler` with its process group; a scaler of
+    gradscale gives a copy. Call it between iterations: gradients scaled by `scaler` need its own
     `step()` and `update()`. **Waits for the device.**
 
     Raises:
-        SettingError: `scaler` is of a class that is neither torch's nor ours, or has a setting or a
-            scale that ours cannot have.
+        SettingError: The class of `scaler` is neither torch's nor gradscale's, or it has a setting
+            or a scale that is not valid here.
         CallOrderError: `scaler` has unscaled or stepped since its last `update()`.
     """
     kind = type(scaler)

@@ -89,7 +89,7 @@ class LossScaler:
         """Whether the last pass overflowed; `update_scale` goes by it."""
 
     def log_to(self, path: Any) -> None:
-        """Writes what every backward pass does to a folder: see docs/how-to/log.md."""
+        """Writes what every backward pass does to a folder: see docs/reference/logs.md."""
         run_log.log_to(self, path)
 
     _scale_seq_len = _setting(

@@ -11,10 +11,10 @@ from gradscale.torch.blocks.rule import ENTERING, LEAVING, TINY
 
 @dataclass(frozen=True)
 class BlockReport:
-    """One block. Gradients are those of the last update that measured, at the scale of the block.
+    """The gradients of one block in the last measured update, at the scale of the block.
 
-    Every gradient is given as log2 of its largest element: None if there was no gradient, -inf if
-    all of it was zero, inf or NaN if it was not finite.
+    Gradients are given as log2 of the largest element: None if there was no gradient, -inf if all
+    of it was zero, inf or NaN if it was not finite.
     """
 
     name: str
@@ -23,11 +23,11 @@ class BlockReport:
     entering: float | None
     """The gradient of the outputs."""
     leaving: float | None
-    """The gradient of the inputs, or of the ends of what lies before them."""
+    """The gradient of the inputs, or where the operations before the block end."""
     weights: dict[str, float | None]
-    """The gradient of every weight."""
+    """The gradient of every weight, by name."""
     unscaled_because: str
-    """Why the scale is taken out of the gradients of the inputs; empty if it is not."""
+    """Why the gradients of the inputs are unscaled at the border; empty if they are not."""
 
     @property
     def range(self) -> tuple[float, float] | None:
@@ -49,7 +49,7 @@ class BlocksReport(Sequence[BlockReport]):
 
     blocks: tuple[BlockReport, ...]
     never: tuple[str, ...]
-    """The weights whose gradients were all zero every time that they were measured."""
+    """The weights whose gradients were all zero in every measurement."""
 
     def __len__(self) -> int:
         return len(self.blocks)

@@ -46,9 +46,9 @@ class BlockState(NamedTuple):
     """The state of the blocks, in the order of the forward pass."""
 
     exponents: Tensor
-    """int32: inside of the block, gradients are larger by two to the power of this."""
+    """int32: log2 of the scale of each block."""
     resting: Tensor
-    """int32: for how many more updates the block is kept lower, because of faults."""
+    """int32: for how many more updates each block has a lower scale because of overflows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +56,37 @@ class BlockPolicy:
     """Keeps the largest gradient of every block between 2**low and 2**high.
 
         entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,
-            all at the scale that the block has; amax is the largest of them, weights / 4
+            all at the scale of the block; amax is the largest of them, weights / 4
         if entering is 0 or not finite:     # it was lost in a later block
             move as the nearest later block whose gradient is neither
         elif leaving or weights is not finite:
             move by -drop                   # or more, or less: entering goes to 2**target at most,
             resting += rest                 # and not below 2**-14
         else:
-            the block is in its place if 2**low <= amax < 2**high, and no input or weight has its
+            the block is in range if 2**low <= amax < 2**high, and no input or weight has its
             largest gradient below 2**-10, unless amax is near 2**high
-            # while resting, low and target are lower by drop, and the block does not rise
+            # while resting, low and target are lower by drop, and the scale does not rise
 
-    If a block is not in its place, or if fewer scales would do, the blocks are put into runs, from
-    the last to the first, that have one scale each: as many blocks as can be in their places, with
-    a binade to spare below and three above. The last run has the scale 1, as what comes after it.
-    Others have the scale that puts their gradients around 2**target, half above it and half below.
-    Between blocks of a run nothing has to be done. If all blocks are in their places, they stay.
+    If a block is out of range, or if fewer scales are enough, the blocks are divided, from the last
+    to the first, into runs with one scale each: as many blocks as can be in range, with one spare
+    binade below and three above. The last run has the scale 1, as has everything after it. The
+    others have the scale that puts half of their gradients above 2**target and half below. Nothing
+    is multiplied between the blocks of a run. If all blocks are in range, nothing changes.
 
-    The numbers are binades of float16, whose largest number is just below 2**16. Several faults add
-    up: something inside of such a block is larger than what is seen at its border.
+    The numbers are binades of float16, whose largest number is just below 2**16. Repeated overflows
+    add up, because something inside such a block is larger than the gradients at its border.
     """
 
     target: int = 4
+    """log2 of the size at which the gradients of a run are placed."""
     low: int = -6
+    """log2 of the smallest allowed largest gradient."""
     high: int = 12
+    """log2 of the limit of the largest gradient."""
     drop: int = 8
+    """Binades by which an overflow lowers a scale."""
     rest: int = 32
+    """Updates for which an overflow keeps a scale lower."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -100,14 +105,14 @@ class BlockPolicy:
             )
 
     def init(self, num_blocks: int, device: torch.device) -> BlockState:
-        """Every block at the scale 1."""
+        """Returns the first state: every block at the scale 1."""
         none = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         return BlockState(none, none.clone())
 
     def update(self, state: BlockState, amax: Tensor) -> BlockState:
-        """The state after gradients as large as `amax`, whose rows are named above.
+        """Returns the state after gradients `amax`, whose rows are named above.
 
-        In the last three rows 0 is a gradient that does not exist, and VANISHED one that is zero.
+        In the last three rows 0 means that there is no gradient, and VANISHED that it is zero.
         """
         finite = torch.isfinite(amax)
         known = finite[ENTERING] & (amax[ENTERING] > TINY)

@@ -31,7 +31,7 @@ _EARLY = 16
 
 
 class BlockScales:
-    """A scale for every block of `model`, a power of two that follows its gradients.
+    """Gives every block of `model` its own scale, a power of two that follows its gradients.
 
         blocks = BlockScales(model)                  # after fully_shard and .to(device)
         for inputs, targets in data:
@@ -41,24 +41,25 @@ class BlockScales:
             scaler.apply(optimizer)
             blocks.update()                          # once per step
 
-    Gradients of weights come out as without it, only more exact. All scales are 1 until the first
-    `update()`. A gradient keeps the scale of a block through the operations before that block, up
-    to the blocks and weights that they come from; `report()` says where it cannot. The loss scale
-    remains: it is for what lies between the last block and the loss.
+    Weight gradients have the same values as without it, with less underflow. All scales are 1 until
+    the first `update()`. A gradient keeps the scale of a block through the operations before that
+    block, up to the blocks and weights that they use; `report()` shows where it cannot. The loss
+    scale is still needed for the operations between the last block and the loss.
 
     Gradients of float16 weights in blocks become float32 (`grad_dtype`), because in float16 they
-    would vanish as soon as the scale is divided out. Gradients of gradients (`create_graph`) are
-    refused.
+    would underflow when the scale is divided out. Gradients of gradients (`create_graph`) are not
+    supported.
 
     Args:
-        model: Whose blocks they are. Some forward passes are checked, see `check()`.
+        model: The model. Some of its forward passes are checked, see `check()`.
         blocks: Modules, in the order in which they are called. Modules that always follow each
-            other can be one block, as a sequence. Without it, those of the outermost
-            `nn.Sequential`s and `nn.ModuleList`s.
-        rule: How the scales are chosen.
-        every: Measure in every so many updates, after the first 16; in compiled models, always.
-        group: A process group whose ranks use the same scales. Only needed where the ranks compute
-            one block together; ranks that share a batch (DDP, FSDP2) need not agree.
+            other can be one block, as a sequence. Default: the children of the outermost
+            `nn.Sequential` and `nn.ModuleList` modules.
+        rule: The rule that chooses the scales.
+        every: Interval, in updates, at which gradients are measured, after the first 16; compiled
+            models are measured in every update.
+        group: A process group whose ranks use the same scales. Only needed if the ranks compute one
+            block together; ranks with different batches (DDP, FSDP2) need none.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class BlockScales:
             self.check(*(out for out in tree_leaves(output) if isinstance(out, Tensor)))
 
     def remove(self) -> None:
-        """Removes the hooks, and restores `grad_dtype`: the model is as it was before."""
+        """Removes the hooks and restores `grad_dtype`, so that the model is as before."""
         self._hooks.remove()
         self._tenancy.end()
 
@@ -109,7 +110,7 @@ class BlockScales:
         """Moves the scales by the gradients since the last update.
 
         Call it after the step, once per iteration. The first 16 updates wait for the device. Later
-        ones do not: what they find moves the scales in the update that comes next.
+        ones do not: the scales move in the update after the one that measured.
         """
         hooks = self._hooks
         if hooks.additions.pending:  # a compiled pass has not asked
@@ -187,9 +188,9 @@ class BlockScales:
         return self.__dict__
 
     def report(self) -> report.BlocksReport:
-        """What was done to the gradients of every block, as of the last update that measured.
+        """Returns the state of the gradients of every block, as of the last measured update.
 
-        It **waits for the device**. As text it is a table:
+        **Waits for the device.** As text it is a table:
 
             print(blocks.report())
         """
@@ -238,15 +239,15 @@ class BlockScales:
             )
 
     def check(self, *outputs: Tensor) -> None:
-        """Raises if a gradient gets into or out of a block other than over its border.
+        """Raises if a gradient enters or leaves a block other than through its inputs or outputs.
 
-        It walks through the graph of `outputs`, which are losses, or what the model returned. The
-        first forward pass of the model is checked by itself, and later one in every update that
+        It traverses the graph of `outputs`, which are losses or what the model returned. The first
+        forward pass of the model is checked automatically, and later one in every update that
         measures, unless they are compiled.
 
         Raises:
             SettingError: It names the block and what to do.
-            CallOrderError: The pass did not measure, so some blocks have no borders.
+            CallOrderError: The pass was not measured, so some blocks have no borders.
         """
         if not (self._hooks.measures or self._hooks.captured):
             raise CallOrderError(
@@ -264,20 +265,20 @@ class BlockScales:
 
     @property
     def exponents(self) -> dict[str, int]:
-        """For every block, log2 of its scale; may **wait for the device**."""
+        """log2 of the scale of each block; may **wait for the device**."""
         hooks = self._hooks
         found = self._state.exponents.tolist() if hooks.captured else hooks.exponents
         return dict(zip(self.names, found, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The scales as plain numbers, by block; **waits for the device**."""
+        """Returns the scales as plain numbers, by block; **waits for the device**."""
         self._arrive()
         rows = self._state._asdict().items()
         numbers = {k: dict(zip(self.names, v.tolist(), strict=True)) for k, v in rows}
         return {"version": 1, **numbers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict()` gave, for the same blocks.
+        """Restores what `state_dict()` returned, for the same blocks.
 
         Raises:
             StateError: It cannot be read; nothing was loaded.

@@ -58,22 +58,24 @@ def predivisor(ranks: int) -> int:
 
 
 def average_in_float16(group: Any, bucket: GradBucket) -> Future[Tensor]:
-    """The mean of the gradients of all ranks, added up in float16: a communication hook of DDP's.
+    """Returns the mean gradients of all ranks, added in float16: a communication hook for DDP.
 
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, average_in_float16)
 
-    In place of torch's `fp16_compress_hook`, whose sums can overflow although all gradients fit.
-    What is not finite stays so, for the scaler to see, and so does a sum that does not fit.
+    It replaces torch's `fp16_compress_hook`, whose sums can overflow although all gradients fit.
+    Gradients that are not finite stay so, and so does a sum that does not fit, so the scaler skips
+    the step.
 
-    Gradients are scaled when they get here. Dividing them by the `predivisor` takes its log2 in
-    binades from the small end: with 8 ranks, what is below 8 * 2**-25 vanishes instead of what is
-    below 2**-25, and what is below 8 * 2**-14 loses bits. A larger scale makes up for that, where
-    there is room. A float32 gradient gets its mean in float32, a float16 one has it rounded.
+    Gradients are scaled when the hook runs. Each rank divides them by `predivisor(ranks)`, which
+    costs log2 of it in binades at the lower end: with 8 ranks, values below 8 * 2**-25 become zero
+    (otherwise those below 2**-25), and values below 8 * 2**-14 lose bits. A larger scale makes up
+    for this where there is headroom. The mean of float32 gradients is float32; the mean of float16
+    gradients is rounded to float16.
 
     Args:
-        group: The process group of the DDP model, None for that of all ranks.
-        bucket: Some of the gradients, from DDP.
+        group: The process group of the DDP model; None: all ranks.
+        bucket: A bucket of gradients, from DDP.
     """
     ranks = dist.get_world_size(group)
     divisor = predivisor(ranks)

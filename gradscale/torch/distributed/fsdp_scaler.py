@@ -9,16 +9,16 @@ from gradscale.torch.scaler import GradScaler
 
 
 class ShardedGradScaler(GradScaler):
-    """`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, by one import.
+    """A replacement for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
 
         scaler = ShardedGradScaler(process_group=group)
 
-    The ranks of the group hold shards in plain tensors, as FSDP1 leaves them.
+    For ranks that hold shards in plain tensors, as FSDP1 does.
 
     Args:
-        backoff_factor: As torch's, before the growth factor: that is torch's order here.
-        process_group: Whose ranks decide together; without it all ranks.
-        settings: Those of `GradScaler` that torch does not have.
+        backoff_factor: As in torch, before `growth_factor` in the order of arguments.
+        process_group: The ranks that decide together; None: all ranks.
+        **settings: The keyword-only arguments of `GradScaler`.
     """
 
     def __init__(

@@ -36,18 +36,18 @@ WORLD = "world"
 
 
 class Shards(NamedTuple):
-    """Ranks that hold different parameters, or different parts of them, in plain tensors.
+    """Ranks that hold different parameters, or different parts of parameters, in plain tensors.
 
-    Examples are the stages of a pipeline, or experts. Without it, the plain gradients of a group
-    are copies of one another, as in data parallelism, and count once in the norm.
+    Examples are the stages of a pipeline, or experts. Without `Shards`, plain gradients in a group
+    are taken to be copies, as in data parallelism, and count once in the norm.
 
         GradScaler(groups=[dp, Shards(tp, of=[model.up.weight, model.down.weight])])
     """
 
     group: Any
-    """A process group, or a DeviceMesh."""
+    """A process group or a DeviceMesh."""
     of: Iterable[Tensor] | None = None
-    """The parameters that differ from rank to rank; all others are copies. None: all differ."""
+    """The parameters that differ between ranks; all others are copies. None: all of them differ."""
 
 
 class Group(NamedTuple):

@@ -20,25 +20,26 @@ from gradscale.torch.step.contract import as_optimizers
 
 
 class JoinableStep(Joinable):
-    """Makes a rank without data step with the others; for torch's `Join`, after the model.
+    """Keeps a rank without data in the steps of the others, for torch's `Join`; after the model.
 
         def step():
             return scaler.apply(optimizer, clip_norm=1.0)
 
         with Join([model, JoinableStep(step, optimizer, model)]):
-            for inputs, targets in data:  # of which some ranks have more than others
+            for inputs, targets in data:  # some ranks have more batches than others
                 scaler.backward(loss_fn(model(inputs), targets))
                 step()
 
-    Such a rank has no gradients: it receives what the others found, and moves the scale as they do.
-    When all are done, DDP broadcasts the parameters of the last rank, and this the state of its
-    optimizers, **through the host's memory**: otherwise moments would be of different age.
+    A rank without data has no gradients; it receives the result of the others and moves its scale
+    as they do. At the end DDP broadcasts the parameters of the last rank, and JoinableStep
+    broadcasts the state of its optimizers, **through host memory**, so that moments match.
 
     Args:
-        step: What follows every backward pass whose gradients are reduced, so not those inside
+        step: Called after every backward pass whose gradients are reduced, so not for those inside
             `no_sync()`: `apply()`, or `step()`, `update()` and `zero_grad()`.
-        optimizers: Those that `step` steps, one or several; no `ZeroRedundancyOptimizer`.
-        model: The DDP model, which comes before this in the list.
+        optimizers: The optimizers that `step` steps, one or several; `ZeroRedundancyOptimizer` is
+            not supported.
+        model: The DDP model, which comes before this object in the list.
     """
 
     def __init__(
@@ -56,17 +57,17 @@ class JoinableStep(Joinable):
         self.step, self.model = step, model
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """What a rank does after it has run out of data."""
+        """Returns the hook that steps on a rank after it has run out of data."""
         return _Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
-        """That of the model."""
+        """The device of the model."""
         return self.model.join_device
 
     @property
     def join_process_group(self) -> Any:
-        """That of the model."""
+        """The process group of the model."""
         # Read when Join begins. The first in its list notifies, before every forward pass, the
         # ranks that have run out that there is another step: DDP does so, and this does not.
         if self._join_config.enable and self._join_config.is_first_joinable:

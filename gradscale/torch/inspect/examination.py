@@ -28,35 +28,36 @@ _TRIES = 6
 
 
 class Row(NamedTuple):
-    """What was found in one module."""
+    """The results for one module."""
 
     name: str
     room: int | None
     """Binades between its largest output and the largest number of the format."""
     headroom: int | None
-    """Binades between its largest gradient, of outputs or weights, at the recommended scale, and
-    the largest number of the format."""
+    """Binades between its largest gradient, of outputs or weights, and the largest number of the
+    format, at the recommended scale."""
     underflow: float
-    """The share of its gradients that are zero in the format and not in float32."""
+    """Share of its gradients that are zero in the format and nonzero in float32."""
     error: float | None
-    """The relative error of the gradients of its own weights; None if it has none."""
+    """Relative error of the gradients of its own weights; None if it has none."""
 
 
 class Examination(NamedTuple):
-    """What `examine()` found; `print()` shows it as a table."""
+    """The result of `examine()`; `print()` shows it as a table."""
 
     rows: list[Row]
+    """One row per module."""
     mode: str
-    """The mode that it recommends."""
+    """The recommended mode."""
     scale: float
-    """The scale that it recommends."""
+    """The recommended scale."""
     scales: tuple[float, float] | None
     """The smallest and the largest scale that work: at most 1 % of the gradients are lost, and none
     overflows. None if there is no such scale."""
     keep_float32: list[str]
     """Modules that should stay in float32: `MixedPrecision(..., keep_float32=...)`."""
     error: float
-    """The relative error of all gradients of weights together; infinity if they are not finite."""
+    """Relative error of all weight gradients together; infinity if they are not finite."""
     loss: tuple[float, float]
     """The loss in float32, and in the format."""
 
@@ -82,19 +83,18 @@ def examine(
     optimizer: Any = None,
     mode: str = "fp16",
 ) -> Examination:
-    """What a mode of mixed precision would do to `model`: headroom, underflow, errors by module.
+    """Returns what a mode would do to `model`: headroom, underflow and errors by module.
 
         print(examine(model, lambda: loss_fn(model(batch), target)))
 
     Runs `closure`, which computes the loss, and its backward pass in float32 and in the format of
-    `mode`. Weights, gradients, buffers and random state are left as they were. **Waits for the
-    device.**
+    `mode`. Weights, gradients, buffers and random state do not change. **Waits for the device.**
 
     Args:
-        model: The model, not yet cast.
+        model: The model, before it is cast.
         closure: Computes the loss, without autocast, and returns it.
-        optimizer: Whose parameters to examine; without it, all that need gradients.
-        mode: One of `MixedPrecision`'s: its format is what matters.
+        optimizer: Limits the examination to its parameters. Default: all that require gradients.
+        mode: A mode of `MixedPrecision`; only its format is used.
     """
     wanted, subject, eager = mode_named(mode), Subject(model), Eager(model)
     if optimizer is not None:

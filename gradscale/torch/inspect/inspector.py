@@ -38,23 +38,23 @@ _SOONER = 10
 
 
 class Inspector:
-    """Samples a model in every so many iterations: where numbers overflow, underflow, get lost.
+    """Samples a model at intervals: where numbers overflow, underflow or are lost.
 
         inspector = Inspector(model, scaler, every=100)
         for batch in data:
-            ...  # as before; with a scaler, the inspector follows its update() or apply()
+            ...  # with a scaler, the inspector follows its update() or apply()
         print(inspector.report())
         for finding in inspector.findings():
             print(finding)
 
-    Modules have hooks in the sampled iterations alone; all others cost nothing. The first iteration
-    is sampled, and one after a skipped step. Without a scaler, call `inspector.step()` after every
+    Modules have hooks in sampled iterations only; all others cost nothing. The first iteration is
+    sampled, and one after a skipped step. Without a scaler, call `inspector.step()` after every
     step of the optimizer. As a context manager it closes itself.
 
     Args:
-        model: The model, also one that is compiled or wrapped in DDP, or sharded by FSDP2.
+        model: The model; it may be compiled, wrapped in DDP, or sharded by FSDP2.
         scaler: The `GradScaler` or `MixedPrecision` that trains it.
-        every: How many iterations lie between two samples.
+        every: Number of iterations between two samples.
     """
 
     def __init__(self, model: nn.Module, scaler: Any = None, every: int = 100) -> None:
@@ -88,7 +88,7 @@ class Inspector:
     # Iterations.
 
     def step(self) -> None:
-        """Ends an iteration; to be called after the step, where there is no scaler to follow."""
+        """Ends an iteration; call it after the step if there is no scaler."""
         if self._link is not None:
             raise SettingError(
                 "step() is for an inspector without a scaler, and this one follows the update() of "
@@ -130,7 +130,7 @@ class Inspector:
         self._finalizer = weakref.finalize(self, self._window.close)
 
     def close(self) -> None:
-        """Removes every hook, stops following the scaler, and writes what is due to its log.
+        """Removes all hooks, stops following the scaler, and writes pending samples to its log.
 
         Samples can still be read. **Waits for the device.**
         """
@@ -157,13 +157,13 @@ class Inspector:
             self._stop()
 
     def replay(self, closure: Callable[[], Tensor]) -> Sample:
-        """A sample in which zeros that underflow has made are distinguished from true ones.
+        """Returns a sample that distinguishes zeros caused by underflow from exact zeros.
 
             inspector.replay(lambda: loss_fn(model(batch), target))
 
-        `closure` computes the loss, without autocast and without a backward pass. It is run with
-        its backward pass twice, in the format of the run at the present scale, and in float32.
-        Gradients, buffers and random state are put back. **Waits for the device.**
+        `closure` computes the loss, without autocast and without a backward pass. It is run twice,
+        with its backward pass: in the format of the run at the current scale, and in float32.
+        Gradients, buffers and random state are restored. **Waits for the device.**
         """
         window, self._window = self._window, None
         if window is not None:  # the passes of the replay are not those of the run
@@ -184,16 +184,16 @@ class Inspector:
 
     @property
     def samples(self) -> list[Sample]:
-        """The last thousand samples, oldest first; **waits for the device**."""
+        """The last 1,000 samples, oldest first; **waits for the device**."""
         self._collect(wait=True)
         return list(self._samples)
 
     def findings(self) -> list[Finding]:
-        """What the samples show to be wrong, nothing in a healthy run; **waits for the device**."""
+        """Returns what the samples show to be wrong, empty if nothing; **waits for the device**."""
         return from_samples(self.samples)
 
     def report(self) -> str:
-        """A table of the last samples by module, and the findings; **waits for the device**."""
+        """Returns a table of the last samples by module, and findings; **waits for the device**."""
         samples = self.samples
         return "\n\n".join([table(samples), *map(str, from_samples(samples))])
 

@@ -36,7 +36,7 @@ _WORDS = (
 
 
 class MixedPrecision:
-    """Trains models in a format, with the loop that cannot be got wrong.
+    """Trains models in a mode: casts them, keeps masters, scales losses, steps and retries.
 
         mp = MixedPrecision(model, AdamW(model.parameters(), lr=3e-4), "fp16")
         for batch in data:
@@ -45,9 +45,9 @@ class MixedPrecision:
             mp.backward(loss)
             outcome = mp.step(clip_norm=1.0)
 
-    or, where a batch is precious, `outcome = mp.run(lambda: loss_fn(model, batch))`.
+    To compute a batch again if it overflows: `outcome = mp.run(lambda: loss_fn(model, batch))`.
 
-    Modes, all with the same guard against gradients that are not finite, and the same outcome:
+    The modes, all of which skip steps whose gradients are not finite:
 
     | mode | passes | weights | masters |
     |---|---|---|---|
@@ -56,20 +56,20 @@ class MixedPrecision:
     | "fp16", "O1" | float16, autocast | float32 | |
     | "bf16-master" | bfloat16 | bfloat16 | float32 |
     | "fp16-master", "O2" | float16 | float16 | float32 |
-    | "fp16-pure", "O3" | float16 | float16 | 16 bits that rounding has cut off |
+    | "fp16-pure", "O3" | float16 | float16 | the 16 bits lost in rounding |
 
     Args:
-        model: The model, or several, where they will be trained. Wrap it in DDP afterwards if the
-            mode casts weights. It stays the same object.
-        optimizer: The optimizer, or several; any of torch's, or ours, which take fewer passes.
+        model: The model, or several, on the device for training. Wrap it in DDP afterwards if the
+            mode casts weights. It is changed in place.
+        optimizer: The optimizer, or several. gradscale.torch.optim takes fewer passes over memory.
         mode: One of the above.
-        policy: What moves the scale, a policy or a name such as "dynamic": `Headroom()` in float16,
-            else `Static()` at 1.
-        keep_float32: Modules that stay in float32, besides norms: names with wildcards, modules,
-            classes.
-        retries: How often `run()` computes a batch again that overflows; a lone spike then moves no
-            scale. `recomputed` is their share, at most one in 17, and four more.
-        settings: Those of `GradScaler` that are no torch's, such as `on_stuck`.
+        policy: A policy or its name, such as "dynamic". Default: `Headroom()` in float16,
+            otherwise a scale of 1.
+        keep_float32: Modules that stay in float32, in addition to norms: names with wildcards,
+            modules, classes.
+        retries: How often `run()` recomputes a batch that overflows; a lone spike then does not
+            move the scale. At most one batch in 17, and four more, are recomputed.
+        **settings: Keyword-only arguments of `GradScaler`, such as `on_stuck`.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class MixedPrecision:
     # Passes.
 
     def autocast(self) -> torch.autocast:
-        """A context in which operations run in the format of the mode."""
+        """Returns a context in which operations run in the format of the mode."""
         return torch.autocast(self._device, dtype=self._dtype, enabled=self._dtype is not None)
 
     def backward(self, loss: Any, **settings: Any) -> None:
-        """Scales `loss`, a tensor or several, and runs its backward pass.
+        """Scales `loss`, a tensor or several, and runs its backward pass; gradients accumulate.
 
-        Call it as often as you like before a step: gradients add up. Within `accumulate()` the loss
-        is divided. `settings` are those of `GradScaler.backward`.
+        Within `accumulate()` the loss is divided by the number of passes. `settings` are those of
+        `GradScaler.backward`.
         """
         accumulation = self._accumulation
         if accumulation is not None:
@@ -131,7 +131,7 @@ class MixedPrecision:
 
     @contextmanager
     def accumulate(self, passes: int, *, drop: str = "window") -> Iterator[None]:
-        """Within, `passes` backward passes make the gradients of one step, which is their mean.
+        """Makes `passes` backward passes one step, whose gradients are their mean.
 
             with mp.accumulate(4):
                 for micro in batch:
@@ -139,10 +139,11 @@ class MixedPrecision:
             outcome = mp.step()
 
         Args:
-            passes: How many there will be; losses are divided by it.
-            drop: What a pass with gradients that are not finite costs: the whole "window", or the
-                "micro" batch alone. Then the others are weighted up, `outcome.dropped` says how
-                many were left out, and every pass takes one more copy of the gradients.
+            passes: Number of passes; losses are divided by it.
+            drop: What is skipped if the gradients of a pass are not finite: the "window", which is
+                the whole step, or the "micro" batch only. In the second case the others are scaled
+                up, `outcome.dropped` is the number of passes left out, and every pass takes a copy
+                of the gradients.
         """
         accumulation = Accumulation(passes, drop)
         if self._accumulation is not None:
@@ -159,11 +160,11 @@ class MixedPrecision:
             self._accumulation = None
 
     def grad(self, outputs: Any, inputs: Any, **settings: Any) -> tuple[Tensor | None, ...]:
-        """`torch.autograd.grad`, computed with scaled `outputs` and handed back unscaled."""
+        """Returns the unscaled result of `torch.autograd.grad` for scaled `outputs`."""
         return self.scaler.grad(outputs, inputs, **settings)
 
     def zero_grad(self) -> None:
-        """Clears all gradients, and forgets the losses that made them."""
+        """Clears all gradients, and discards the losses that produced them."""
         self._refuse_other_threads()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -184,15 +185,15 @@ class MixedPrecision:
         clip_value: float | None = None,
         closure: Callable[[], Any] | None = None,
     ) -> StepOutcome:
-        """What became of the step, after unscaling, clipping, stepping or skipping, and clearing.
+        """Unscales, checks, clips, steps or skips, and clears the gradients; returns the outcome.
 
-        If an optimizer raises, the gradients are still there, and the step can be asked for again.
+        If an optimizer raises, the gradients are kept and `step()` can be called again.
 
         Args:
-            optimizer: Which of several to step; without it all of them, together.
-            clip_norm: The largest 2-norm that all gradients together may have.
-            clip_value: The largest magnitude that an element may have; taken before `clip_norm`.
-            closure: For LBFGS and the like: computes the loss, calls `mp.backward(loss)` and
+            optimizer: Which of several optimizers to step. Default: all, as one step.
+            clip_norm: Largest 2-norm of all gradients together.
+            clip_value: Largest magnitude of an element; applied before `clip_norm`.
+            closure: For optimizers such as LBFGS: computes the loss, calls `mp.backward(loss)` and
                 returns the loss.
         """
         if self._accumulation is not None:
@@ -223,25 +224,25 @@ class MixedPrecision:
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> StepOutcome:
-        """What became of a step that is computed again, at a lower scale, if it overflows.
+        """Runs the whole step, and again at a lower scale if it overflows; returns the outcome.
 
             outcome = mp.run(lambda: loss_fn(model, batch), clip_norm=1.0)
 
-        The same batch is computed again with the random state of torch and Python and the buffers
-        of the models put back, so dropout repeats and batch norms count once. A loss that is not
-        finite is not tried again: no scale can help it. `outcome.loss` is what `closure` returned,
-        `outcome.earlier` what became of the tries before; `mp.retries` counts them all, and
-        `mp.recomputed` is the share of the batches that needed any.
+        The random state of torch and Python and the buffers of the models are restored before each
+        retry, so dropout repeats and batch norms count once. A loss that is not finite is not
+        retried. `outcome.loss` is the value `closure` returned, `outcome.earlier` the outcomes of
+        the earlier attempts; `mp.retries` counts retries, and `mp.recomputed` is the share of
+        batches that needed one.
 
-        **Waits for the device** once for every try.
+        **Waits for the device** once per attempt.
 
         Args:
-            closure: Computes the loss and returns it; several micro-batches as an iterable of
-                losses, best from a generator, which are computed again all together. Runs under
-                `autocast()`. Take the batch from the data before, not within.
-            retries: How often to try again, at most. None: as often as the object says, within the
-                share that it allows; twice, if it says nothing.
-            accumulate: How many losses there are, if several: see `accumulate()`.
+            closure: Computes the loss and returns it; for several micro-batches, an iterable of
+                losses, best a generator, all of which are recomputed in a retry. It runs under
+                `autocast()`. Take the batch from the data outside of it.
+            retries: Largest number of retries. None: that of the constructor, within the share that
+                it allows; without one, two.
+            accumulate: Number of losses, if there are several: see `accumulate()`.
             drop: See `accumulate()`.
             clip_norm: See `step()`.
             clip_value: See `step()`.
@@ -270,12 +271,12 @@ class MixedPrecision:
 
     @property
     def retries(self) -> int:
-        """How many times a step was computed again by `run()`."""
+        """The number of times that `run()` has recomputed a step."""
         return self._recomputation.tries
 
     @property
     def recomputed(self) -> float:
-        """The share of the batches of `run()` that were computed again."""
+        """The share of the batches of `run()` that were recomputed."""
         return self._recomputation.recomputed / max(self._recomputation.batches, 1)
 
     def _compute(self, closure: Callable[[], Any], passes: int, drop: str) -> Any:
@@ -302,17 +303,17 @@ class MixedPrecision:
     # The scaler's other calls.
 
     def follow(self, *things: Any, **settings: Any) -> None:
-        """Steps schedulers, averages, counters after applied steps alone: `GradScaler.follow`.
+        """Steps schedulers, averages or counters after applied steps only: `GradScaler.follow`.
 
-        What has a state is saved in `state_dict()`, and followed by copies.
+        Objects that have a state are saved in `state_dict()` and followed by copies of this object.
         """
         self.scaler.follow(*things, **settings)
         self._followed += [(one, settings) for one in things if hasattr(one, "load_state_dict")]
 
     def calibrate(self, closure: Callable[[], Tensor]) -> float:
-        """The scale that suits the gradients of `closure`: `GradScaler.calibrate`.
+        """Finds a scale for the gradients of `closure`, sets it and returns it.
 
-        Runs under `autocast()`; nothing is stepped, and all is put back.
+        `closure` runs under `autocast()`; see `GradScaler.calibrate`.
         """
 
         def cast() -> Tensor:
@@ -322,7 +323,7 @@ class MixedPrecision:
         return self.scaler.calibrate(cast, self.optimizers, nn.ModuleList(self.models))
 
     def name(self, model: nn.Module) -> None:
-        """Takes over the process groups of a model that was wrapped in DDP afterwards."""
+        """Registers the process groups of a model that was wrapped in DDP afterwards."""
         self.scaler.name(model)
 
     def log_to(self, path: Any, **settings: Any) -> None:
@@ -331,21 +332,22 @@ class MixedPrecision:
         self.scaler.log_to(path, settings=further, **settings)
 
     def flush(self) -> None:
-        """Delivers events and calls everything that is still due; **waits for the device**."""
+        """Delivers all events and makes all pending calls; **waits for the device**."""
         self.scaler.flush()
 
     # Checkpoints and copies.
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on: weights, masters, averages, scale, schedulers.
+        """Returns the state of the run: weights, masters, averages, scale, schedulers.
 
-        Of what `follow()` was given, that is what has a state: no plain functions. Not the random
-        state and the place in the data: see gradscale.torch.checkpoint. **Waits for the device.**
+        Objects passed to `follow()` are included if they have a state; functions are not, nor are
+        random state and the position in the data: see gradscale.torch.checkpoint. **Waits for the
+        device.**
         """
         return state.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict()` gave.
+        """Restores what `state_dict()` returned.
 
         Raises:
             StateError: It is of another mode or of other models; nothing was loaded.
@@ -355,10 +357,10 @@ class MixedPrecision:
         state.load(self, state_dict)
 
     def float32_model_state(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """The `state_dict()` of a model in float32, with masters for weights: for export.
+        """Returns the `state_dict()` of a model in float32, with the values of masters, for export.
 
         Args:
-            model: Which of several; without it the only one.
+            model: Which of several models. Default: the only one.
         """
         if model is None and len(self.models) > 1:
             raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
@@ -369,13 +371,13 @@ class MixedPrecision:
 
     @contextmanager
     def float32_weights(self) -> Iterator[None]:
-        """Within, the models have their weights in float32: masters, where there are.
+        """Returns a context in which the weights of the models are float32: the masters, if any.
 
             with mp.float32_weights():
                 model.save_pretrained("trained")
 
-        For saving them by the call of a library, which reads the format from the model. They are
-        other parameters, so what is written to them is lost, and nothing can be trained within.
+        For libraries that read the format from the model when they save it. These are other
+        parameters: changes to them are lost, and the model cannot be trained in this context.
         """
         with ExitStack() as stack:
             for model in self.models:

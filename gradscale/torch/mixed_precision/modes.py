@@ -45,8 +45,9 @@ MODES = {
         Mode("fp16-pure", "float16", "float16", "split"),
     )
 }
+"""The modes by name."""
 LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16-master", "O3": "fp16-pure"}
-"""Apex' names of some of them."""
+"""The names of some modes in Apex."""
 
 
 def mode_named(name: str) -> Mode:

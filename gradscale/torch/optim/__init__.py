@@ -1,9 +1,9 @@
-"""torch's optimizers with everything after the backward pass folded into the step, and Lion.
+"""torch's optimizers, with unscaling, clipping, skipping and the step in one pass; and Lion.
 
-Each is torch's optimizer of the same name: its constructor, its state, its `state_dict`. On CUDA a
-kernel divides by the scale, clips, skips and steps in one pass over memory; elsewhere, and for what
-the kernel does not do, torch's own fused step does the same in its way. Under a scaler, ours or
-torch's, nobody waits for the device. Parameters in float16 and bfloat16 have masters of 32 bits.
+`Adam`, `AdamW` and `SGD` have the constructor, state and `state_dict` of torch's optimizers of the
+same name. On CUDA one kernel divides by the scale, clips, skips and steps; elsewhere, and for
+options that the kernel does not support, torch's fused step is used. With gradscale's or torch's
+scaler, no step waits for the device. Parameters in float16 and bfloat16 have 32-bit masters.
 """
 
 from gradscale.torch.optim.adam import Adam, AdamW

@@ -87,19 +87,18 @@ def _two_floats(value: float) -> tuple[float, float]:
 
 @steps_fused
 class Adam(torch.optim.Adam):
-    """`torch.optim.Adam`, one pass over memory on CUDA.
+    """`torch.optim.Adam` in one pass over memory on CUDA.
 
         optimizer = Adam(model.parameters(), lr=3e-4)
 
-    Takes torch's arguments; it is always fused.
+    It takes torch's arguments and is always fused.
 
     Args:
-        args: As torch's.
-        master: Where the 32 bits of float16 and bfloat16 parameters are kept: in a "float32" beside
-            each, or "split", in 16 bits more.
-        unscale_grads: Whether a step leaves the gradients unscaled, which takes one more write of
-            each.
-        settings: As torch's.
+        *args: As in torch.
+        master: How the 32-bit masters of float16 and bfloat16 parameters are stored: "float32", a
+            copy of each, or "split", 16 additional bits of each.
+        unscale_grads: Whether gradients are unscaled after a step, which takes one more write.
+        **settings: As in torch.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class Adam(torch.optim.Adam):
 
 @steps_fused
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, one pass over memory on CUDA.
+    """`torch.optim.AdamW` in one pass over memory on CUDA.
 
         optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 
-    Takes the arguments of torch's, and those of `Adam` here; it is always fused.
+    It takes torch's arguments, and `master` and `unscale_grads` as in `Adam`; it is always fused.
     """
 
     def __init__(

@@ -45,16 +45,16 @@ class LionRule:
 
 @steps_fused
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023), one pass over memory on CUDA.
+    """Lion (Chen et al., 2023) in one pass over memory on CUDA.
 
         optimizer = Lion(model.parameters(), lr=1e-4, weight_decay=1.0)
 
     Args:
-        params: As torch's optimizers take them.
-        lr: The size of every step of every weight.
-        betas: How much the direction and the average keep of the average.
-        weight_decay: The share of a weight, times `lr`, that every step takes away.
-        maximize: Whether to step up and not down.
+        params: Parameters or groups, as in torch's optimizers.
+        lr: Learning rate: the size of every step of every weight.
+        betas: Coefficients of the average in the direction and in the average itself.
+        weight_decay: Decoupled weight decay: every step removes this share of a weight times `lr`.
+        maximize: Whether to maximize the objective.
         master: As in `Adam`.
         unscale_grads: As in `Adam`.
     """

@@ -70,12 +70,12 @@ def _chosen(lists: TensorLists, mask: list[bool]) -> TensorLists:
 
 @steps_fused
 class SGD(torch.optim.SGD):
-    """`torch.optim.SGD`, one pass over memory on CUDA.
+    """`torch.optim.SGD` in one pass over memory on CUDA.
 
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
-    Takes the arguments of torch's, and `master` and `unscale_grads` as `Adam` here; it is always
-    fused. With momentum its state counts steps, because the first one takes no dampening.
+    It takes torch's arguments, and `master` and `unscale_grads` as in `Adam`; it is always fused.
+    With momentum its state counts steps, because dampening does not apply to the first one.
     """
 
     _begins_with_zeros = True

@@ -11,9 +11,9 @@ from torch import nn
 
 
 def random_state() -> dict[str, Any]:
-    """The random state of torch, on the CPU and on every GPU in use, and of Python.
+    """Returns the random state of Python and of torch, on the CPU and on every GPU in use.
 
-    Tensors and plain numbers, so that `torch.load(weights_only=True)` reads it.
+    It contains tensors and plain numbers, so `torch.load(weights_only=True)` can read it.
     """
     version, words, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

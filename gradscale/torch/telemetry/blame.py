@@ -21,11 +21,13 @@ class Culprit(NamedTuple):
     """A parameter whose gradient was not finite."""
 
     name: str
+    """The name from `scaler.name(model)` or `named_parameters()`, otherwise its place and shape."""
     rank: int
+    """The rank on which it was found."""
     infs: int | None
-    """How many elements are infinite; None: not counted."""
+    """Number of infinite elements; None: not counted."""
     nans: int | None
-    """How many elements are NaN; None: some, not counted."""
+    """Number of NaN elements; None: not counted."""
 
 
 class Blame(NamedTuple):

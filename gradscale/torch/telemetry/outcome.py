@@ -1,4 +1,4 @@
-"""The result of a step: was it applied, and if not, why, and which parameters are to blame."""
+"""The outcome of a step: whether it was applied, why not, and which parameters caused it."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ from gradscale.torch.telemetry.transport import event_on
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class StepOutcome:
-    """The result of one step. Values stay on the device: reading one (`bool()`, `float()`) waits.
+    """The outcome of one step. The values are device tensors; `bool()` or `float()` of one waits.
 
-    They are the step's own and do not change when later steps are taken. A value that this way of
-    stepping does not measure is None: `apply()` measures all but `underflow`, which must be
-    asked for, torch's loop what it reads anyway, a closure and a disabled scaler nothing.
+    They belong to this step and do not change in later steps. A value that was not measured is
+    None: `apply()` measures everything except `underflow`, which is off by default; torch's calls
+    measure what they read anyway; a closure leaves `grad_norm` and `amax` at None; a disabled
+    scaler measures nothing.
     """
 
     applied: Tensor
-    """bool: the optimizer step took place."""
+    """bool: the optimizer step was taken."""
     finite: Tensor
     """bool: every scaled gradient element was finite; if not, the scale was too high."""
     fits: Tensor
-    """bool: every unscaled element was finite where it is stored; if not, the scale was too low, or
-    the gradients were changed after `unscale_()`."""
+    """bool: every unscaled element was finite in the format it is stored in; if not, the scale was
+    too low, or the gradients were changed after `unscale_()`."""
     loss_finite: Tensor
-    """bool: every loss of the iteration was finite; True where several ranks run and the groups
-    that decide together are not known."""
+    """bool: every loss of the iteration was finite; always True with several ranks if it is unknown
+    which of them decide together."""
     scale: Tensor
-    """float32: the scale that the gradients were made with."""
+    """float32: the scale of the gradients."""
     grad_norm: Tensor | None = None
-    """float32: the 2-norm of the unscaled gradients, before clipping; NaN if it was skipped."""
+    """float32: 2-norm of the unscaled gradients before clipping; NaN if the step was skipped."""
     amax: Tensor | None = None
-    """float32: the largest magnitude among the scaled gradients."""
+    """float32: the largest magnitude of the scaled gradients."""
     underflow: Tensor | None = None
     """float32: share of the nonzero scaled elements below the format's smallest normal number."""
     skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
-    """int32: how many steps of this optimizer in a row have been skipped, this one included."""
+    """int32: the number of consecutive skipped steps of this optimizer, including this one."""
     loss: Any = None
-    """What a step with a closure returned, as a rule the loss; None without a closure."""
+    """The value that the closure returned, usually the loss; None without a closure."""
     dropped: Tensor | None = None
-    """int32: how many backward passes were left out because their gradients were not finite; None
-    where such a pass costs the whole step."""
+    """int32: number of backward passes left out because their gradients were not finite; None if no
+    pass is droppable."""
     bad_rank: Tensor | None = None
     """float32: the lowest rank with gradients that were not finite, infinity if there is none; None
-    where ranks do not decide together."""
+    if ranks do not decide together."""
     earlier: tuple[StepOutcome, ...] = ()
-    """The outcomes of the same step at higher scales, where it was retried."""
+    """The outcomes of the earlier attempts, at higher scales, if the step was retried."""
 
     _format: Format | None = None
     _floor: float = 0.0
@@ -90,7 +91,7 @@ class StepOutcome:
         return value
 
     def with_(self, **values: Any) -> StepOutcome:
-        """Sets these values; returns the outcome itself."""
+        """Sets these values; returns this outcome."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
         return self
@@ -107,7 +108,7 @@ class StepOutcome:
         return bool(self.applied)
 
     def ready(self) -> bool:
-        """Whether reading it would wait for nothing."""
+        """Returns whether the values can be read without waiting for the device."""
         if self._original is not None:
             return self._original().ready()
         if readable(self.applied):
@@ -121,12 +122,12 @@ class StepOutcome:
         return self._done is not None and self._done.query()
 
     def verdict(self) -> str:
-        """The result of the step in a few words; **waits for the device**.
+        """Returns the result of the step in a few words; **waits for the device**.
 
         The first that is true of: "applied", "no gradients", "loss not finite", "stuck at the
         floor", "NaN at any scale", "scale too low", "scale too high".
 
-        See `gradscale.monitor.verdict` for how NaN is distinguished from an overflow.
+        `gradscale.monitor.verdict` describes how NaN is distinguished from an overflow.
         """
         if self._original is not None:
             return self._original().verdict()
@@ -148,7 +149,7 @@ class StepOutcome:
         )
 
     def culprits(self) -> list[Culprit]:
-        """The parameters whose gradients were not finite; **waits for the device**."""
+        """Returns the parameters whose gradients were not finite; **waits for the device**."""
         return self._original().culprits() if self._original is not None else self._blame().culprits
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -52,14 +52,14 @@ def log_to(
 
         scaler.log_to("runs/first")
 
-    Lines are written when their numbers have arrived on the host, by a thread of its own: no step
-    waits. Call `flush()` at the end. Each rank writes a file of its own; a file that is there is
-    continued. docs/how-to/log.md describes the lines, and `gradscale.runlog.read(path)` reads them.
+    A thread writes the lines when their numbers have arrived on the host, so no step waits. Call
+    `flush()` at the end. Each rank writes its own file; an existing file is continued.
+    docs/reference/logs.md describes the lines, and `gradscale.runlog.read(path)` reads them.
 
     Args:
-        path: A folder, a function of a line, or None, which ends all logs.
-        max_steps: How many applied steps are kept, evenly; skipped ones are all kept.
-        settings: Further settings of the run for its first line: numbers, strings, lists.
+        path: A folder, a function that takes a line, or None, which ends all logs.
+        max_steps: Number of applied steps to keep, evenly thinned; all skipped steps are kept.
+        settings: Additional settings for the first line: numbers, strings, lists.
 
     Raises:
         SettingError: A setting is wrong, or another log writes to the same file.
