@@ -6,7 +6,10 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +112,14 @@ def one_rank() -> Iterator[Any]:
     yield dist.distributed_c10d._get_default_group()
     dist.barrier()  # else gloo's thread may want the GIL while it is joined
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the documentation site, built strictly."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
