@@ -98,7 +98,7 @@ def check_scales(name: str, value: Any) -> None:
     if is_traced(value) or not getattr(value, "is_fully_addressable", True):
         return
     for number in np.ravel(np.asarray(value)):
-        as_scale(name, float(number), exact=False)
+        as_scale(name, number, exact=False)
 
 
 def concrete(value: Any, dtype: Any) -> Any:

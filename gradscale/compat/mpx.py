@@ -16,7 +16,6 @@ All public names of mpx are here. docs/move/jmp-flax-mpx.md has what differs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +201,11 @@ class DynamicLossScaling(eqx.Module):
     ) -> None:
         self.loss_scaling = _scalar("loss_scaling", loss_scaling)
         self.min_loss_scaling = _scalar("min_loss_scaling", min_loss_scaling)
+        # Infinity is clipped by the first `adjust`.
+        if not jax_rule.is_traced(self.loss_scaling) and not self.loss_scaling > 0:
+            raise SettingError(f"loss_scaling must be > 0, got {loss_scaling!r}.")
+        if not jax_rule.is_traced(self.min_loss_scaling):
+            jax_rule.lower_bound("min_loss_scaling", self.min_loss_scaling)
         self.factor = jax_rule.factor("factor", factor, 1.0, FLOAT32.max)
         self.period = jax_rule.whole("period", period)
         self.counter = jnp.asarray(0 if counter is None else counter, jnp.int32)
@@ -225,10 +229,14 @@ class DynamicLossScaling(eqx.Module):
         """The loss scaling after a step with these statistics."""
         rule = jax_rule.rule(self.factor, 1 / self.factor, self.period, FLOAT16.max)
         moved, counter = jax_rule.advance(rule, self.loss_scaling, self.counter, stats)
-        floor = jnp.asarray(self.min_loss_scaling, jnp.float32)
-        clipped = jnp.clip(moved, jnp.minimum(floor, FLOAT16_MAX), FLOAT16_MAX)
-        scaling = clipped.astype(self.loss_scaling.dtype)
-        return dataclasses.replace(self, loss_scaling=scaling, counter=counter)
+        dtype = self.loss_scaling.dtype
+        floor = jnp.minimum(jnp.asarray(self.min_loss_scaling, jnp.float32), FLOAT16_MAX)
+        floor = jnp.maximum(floor, jnp.asarray(jnp.finfo(dtype).smallest_normal, jnp.float32))
+        scaling = jnp.clip(moved, floor, FLOAT16_MAX).astype(dtype)
+        # Not by the constructor, which would wait for the device to check the new scale.
+        places = lambda it: (it.loss_scaling, it.counter)  # noqa: E731
+        moved_on: DynamicLossScaling = eqx.tree_at(places, self, (scaling, counter))
+        return moved_on
 
 
 def _scalar(name: str, value: Any) -> jax.Array:

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gradscale.checkpoints.numbers import Counts, load_policy, restored, written
+from gradscale.errors import SettingError
 from gradscale.jax.optimizer import replaced, scaled_state
 from gradscale.jax.state import pack
 from gradscale.policy import Policy, State, as_policy
@@ -27,7 +28,9 @@ def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
         state: A state of the policy, or the state of an optimizer that contains one.
     """
     policy, counts = as_policy(policy), Counts()
-    if not isinstance(state, State):
+    if isinstance(state, State):
+        _check(policy, state)
+    else:
         whole = scaled_state(state)
         counts, state = Counts(*map(int, whole.counts)), whole.policy_state(policy)
     fields = {name: value.item() for name, value in state._asdict().items()}
@@ -51,6 +54,7 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
     policy = as_policy(policy)
     moved, counts = restored(policy, saved)
     if isinstance(state, State):
+        _check(policy, state)
         return _as_arrays(state, moved)
     whole = scaled_state(state)
     whole = pack(
@@ -61,6 +65,12 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
         counts.bad_losses,
     )
     return replaced(state, whole)
+
+
+def _check(policy: Policy, state: State) -> None:
+    """Raises a SettingError if `state` is not one of `policy`."""
+    if type(state) is not type(policy.init()):
+        raise SettingError(f"policy must be that of the {type(state).__name__}, got {policy!r}.")
 
 
 def _as_arrays(state: Any, numbers: Any) -> Any:

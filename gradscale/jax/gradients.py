@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gradscale.errors import SettingError
 from gradscale.jax.measurement import Axes, all_of, is_float, measure, unscale, widened
 from gradscale.policy import GradStats, Policy, State, as_policy
 
@@ -17,8 +18,16 @@ T = TypeVar("T")
 
 
 def init(policy: Policy | str) -> State:
-    """Returns the first state of `policy`, as arrays."""
-    return as_policy(policy).init(jnp)
+    """Returns the first state of `policy`, as arrays.
+
+    Raises:
+        SettingError: Its scale can be above 2**126. XLA flushes the reciprocal to zero, and with it
+            all unscaled gradients.
+    """
+    policy = as_policy(policy)
+    if getattr(policy, "max_scale", policy.init_scale) > 2.0**126:
+        raise SettingError(f"The scale must be at most 2**126 in JAX, got {policy!r}.")
+    return policy.init(jnp)
 
 
 def update(policy: Policy | str, state: State, stats: GradStats) -> State:
@@ -74,7 +83,13 @@ def scaled_value_and_grad(
 
         def scaled_fun(*args: Any) -> tuple[Array, Any]:
             returned = fun(*args, **kwargs)
-            value = jnp.asarray(returned[0] if has_aux else returned)
+            pair = returned if has_aux else (returned, None)
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise TypeError(
+                    f"{getattr(fun, '__name__', 'fun')} must return a pair of a loss and anything "
+                    f"else, because has_aux is True, got {pair!r}."
+                )
+            value = jnp.asarray(pair[0])
             if not jnp.issubdtype(value.dtype, jnp.floating) or value.shape != ():
                 raise TypeError(
                     f"{getattr(fun, '__name__', 'fun')} must return a loss, a floating-point "
@@ -82,7 +97,7 @@ def scaled_value_and_grad(
                     "returns the loss and anything else besides."
                 )
             wide = widened(value)
-            result = (value, returned[1]) if has_aux else value
+            result = (value, pair[1]) if has_aux else value
             return wide * scale.astype(wide.dtype), result
 
         differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **options)

@@ -43,8 +43,10 @@ def measure(
     """
     inverse = 1.0 / jnp.asarray(scale, dtype=jnp.float32)
     leaves = [leaf for leaf in jax.tree.leaves(lax.stop_gradient(grads)) if is_float(leaf)]
-    # So that squares of numbers up to the ceiling are far from that of float32.
-    factor = 2.0**-16 if format_of(policy).max < 2.0**64 else 2.0**-80
+    # So that squares are normal float32 numbers. Scaled gradients are below the ceiling, which in
+    # float16 says enough; in wider formats they may be anything, and unscaled ones are near 1. Not
+    # `inverse` itself: XLA would store the product, which the optimizer needs as well.
+    factor = 2.0**-16 if format_of(policy).max < 2.0**64 else inverse * 0.5
     nothing = jnp.zeros_like(inverse)
     each = [_Found(nothing, nothing, nothing == 0.0)]
     each += [_found(leaf, inverse, factor, keep_dtype) for leaf in leaves]
@@ -71,8 +73,9 @@ def measure(
     nan = jnp.isnan(found.square)
     amax = jnp.where(nan, jnp.full_like(found.amax, jnp.nan), found.amax)
     finite = jnp.isfinite(amax)
-    # If the squares overflow all the same, the norm of as many of the largest is above it.
-    norm = jnp.sqrt(found.square) / factor
+    # If the squares vanish all the same, the largest is below the norm, and if they overflow, the
+    # norm of as many of the largest is above it.
+    norm = jnp.maximum(jnp.sqrt(found.square) / factor, amax)
     most = jnp.minimum(amax * math.sqrt(size), FLOAT32.max)  # clipping divides by it
     norm = jnp.where(jnp.isinf(norm) & finite, most, norm) * inverse
     exponent = None
@@ -116,7 +119,7 @@ class _Found(NamedTuple):
     """bool: no element is infinite once it is unscaled."""
 
 
-def _found(leaf: Any, inverse: Array, factor: float, keep_dtype: bool) -> _Found:
+def _found(leaf: Any, inverse: Array, factor: float | Array, keep_dtype: bool) -> _Found:
     """What is found in `leaf`."""
     wide = widened(leaf)
     real = jnp.abs(wide) if jnp.iscomplexobj(wide) else wide

@@ -93,9 +93,11 @@ def scaled(
         if value is not None:
             stats = stats._replace(loss_finite=all_of(jnp.isfinite(value), sharded_over))
         applied = applies(stats)
-        grads = unscale(updates, scale, keep_dtype=keep_dtype)
+        grads = unscale(updates, scale)
         if longest is not None:
             grads = _shortened(grads, longest, stats.norm)
+        if keep_dtype:  # after the clipping, whose factor may be too small for float16
+            grads = jax.tree.map(_like, grads, updates)
         new, inner_state = inner.update(grads, state.inner_state, params, **extra)
         told, bad_losses = with_patience(stats, counts.bad_losses, jnp)
         outcome = outcome_from(stats, applied, scale, counts.skipped_in_a_row, format)
@@ -154,8 +156,12 @@ def _shortened(grads: Any, longest: float, norm: Any) -> Any:
     return jax.tree.map(lambda g: g * factor.astype(g.dtype) if is_float(g) else g, grads)
 
 
+def _like(grad: Any, update: Any) -> Any:
+    """`grad` in the type of `update`."""
+    return grad.astype(update.dtype) if is_float(update) else grad
+
+
 def _kept_if(applied: Any, update: Any) -> Any:
     """`update`, or what leaves a parameter as it is: -0.0, since -0.0 + 0.0 is 0.0."""
-    if not is_float(update):
-        return jnp.where(applied, update, jnp.zeros_like(update))
-    return jnp.where(applied, update, jnp.full_like(update, -0.0))
+    zeros = jnp.zeros_like(update)
+    return jnp.where(applied, update, -zeros if is_float(update) else zeros)

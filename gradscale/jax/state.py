@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gradscale.checkpoints.numbers import Counts
+from gradscale.errors import SettingError
 from gradscale.monitor import Outcome
 from gradscale.policy import Policy, State
 
@@ -48,17 +49,25 @@ class ScaledState(NamedTuple):
         return _outcome(self.floats, self.ints)
 
     def policy_state(self, policy: Policy) -> Any:
-        """Returns the state of `policy`, which must be the policy of the optimizer."""
+        """Returns the state of `policy`, which must be the policy of the optimizer.
+
+        Raises:
+            SettingError: It is the state of another policy.
+        """
         floats, ints = _FLOATS.stop, _COUNTS.stop
-        fields = [self.scale]
-        for value in policy.init()[1:]:
+        first, fields = policy.init(), [self.scale]
+        for value in first[1:]:
             if isinstance(value, float):
                 fields.append(_at(self.floats, floats))
                 floats += 1
             else:
                 fields.append(_at(self.ints, ints))
                 ints += 1
-        return type(policy.init())(*fields)
+        if (floats, ints) != (self.floats.shape[-1], self.ints.shape[-1]):
+            raise SettingError(
+                f"policy must be the one of the optimizer whose state this is, got {policy!r}."
+            )
+        return type(first)(*fields)
 
 
 _FLOATS = range(1, 1 + len(Outcome._fields) - _FLAGS - 1)

@@ -88,6 +88,14 @@ def test_scale_alone_is_taken_from_another_policy() -> None:
     assert same(found, init(gs.Headroom())._replace(scale=jnp.float32(8)))
 
 
+@pytest.mark.parametrize("state", [init("dynamic"), scaled(optax.sgd(0.1), "dynamic").init(PARAMS)])
+def test_state_is_not_written_or_loaded_as_that_of_another_policy(state: Any) -> None:
+    with pytest.raises(gs.SettingError, match="policy must be"):
+        state_dict("headroom", state)
+    with pytest.raises(gs.SettingError, match="policy must be"):
+        load_state_dict("headroom", state, state_dict("dynamic", state))
+
+
 def test_scale_is_loaded_wherever_it_is_in_the_state() -> None:
     policy = POLICIES[0]
     optimizer = optax.chain(optax.identity(), scaled(optax.sgd(0.1), policy))

@@ -48,7 +48,11 @@ def naive(g: Any, state: Any, p: Any = None) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(finite, leaf * factor, 0.0), g), state
 
 
-@pytest.mark.parametrize("policy", [gs.Dynamic(), gs.Headroom()], ids=["dynamic", "headroom"])
+@pytest.mark.parametrize(
+    "policy",
+    [gs.Dynamic(), gs.Headroom(), gs.Headroom(format="bfloat16")],
+    ids=["dynamic", "headroom", "bfloat16"],
+)
 def test_gradients_are_reduced_as_they_are_and_nothing_of_their_size_is_stored(policy: Any) -> None:
     inner = optax.sgd(0.1, momentum=0.9)
     assert "reduce" not in readers(compiled(inner))

@@ -125,6 +125,23 @@ def test_what_is_no_loss_is_refused(fun: Callable[..., Any]) -> None:
         scaled_value_and_grad(fun)(8.0, jnp.ones(3))
 
 
+@pytest.mark.parametrize("rest", [(), (1, 2)], ids=["alone", "two more"])
+def test_aux_is_one_thing_or_refused(rest: tuple[int, ...]) -> None:
+    with pytest.raises(TypeError, match="must return a pair of a loss and anything else"):
+        scaled_value_and_grad(lambda w: (w, *rest), has_aux=True)(8.0, jnp.float32(1))
+    with pytest.raises(TypeError, match="must return a pair"):
+        scaled_value_and_grad(lambda w: jnp.stack([w, w]), has_aux=True)(8.0, jnp.float32(1))
+
+
+@pytest.mark.parametrize(
+    "policy", [gs.Static(2.0**127), gs.Headroom(max_scale=2.0**127)], ids=["static", "headroom"]
+)
+def test_scale_whose_reciprocal_xla_flushes_to_zero_is_refused(policy: Any) -> None:
+    assert float(jax.jit(lambda scale: 1.0 / scale)(jnp.float32(2.0**127))) == 0.0
+    with pytest.raises(gs.SettingError, match=r"at most 2\*\*126 in JAX"):
+        init(policy)
+
+
 def test_gradient_of_a_gradient_is_that_without_a_scale() -> None:
     def penalty(differentiate: Callable[..., Any]) -> Callable[..., Any]:
         return lambda p: loss_fn(p) + jnp.sum(jnp.square(differentiate(p)["w"]))
@@ -226,6 +243,16 @@ def test_norm_is_of_unscaled_gradients() -> None:
     assert float(measure(grads, 8.0).norm) == 2.0
     # The squares of the scaled ones would be infinite.
     assert float(measure({"a": jnp.full((4,), 2.0**100)}, 2.0**100).norm) == 2.0
+
+
+@pytest.mark.parametrize("format", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**64])
+def test_norm_does_not_vanish_in_any_format_or_scale(format: str, scale: float) -> None:
+    policy = gs.Headroom(format=format)
+    measured = jax.jit(lambda g: measure(g, scale, policy))
+    assert float(measured({"a": jnp.full((4,), 0.5 * scale)}).norm) == 1.0
+    largest = measured({"a": jnp.array([2.0**-70 * scale])})  # whose square is 0 in float32
+    assert float(largest.norm) == 2.0**-70
 
 
 def test_no_gradient_at_all_is_finite() -> None:

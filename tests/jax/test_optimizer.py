@@ -81,9 +81,12 @@ def test_applied_steps_are_those_of_the_optimizer_and_skipped_ones_leave_no_trac
 
 def test_skipped_step_changes_no_sign_of_a_zero() -> None:
     optimizer = scaled(optax.sgd(0.1), POLICY)
-    p = {"w": jnp.array([0.0, -0.0])}
-    updates, _ = optimizer.update({"w": jnp.full(2, jnp.inf)}, optimizer.init(p), p)
+    signs = [complex(0.0, -0.0), complex(-0.0, 0.0), complex(-0.0, -0.0)]
+    p = {"w": jnp.array([0.0, -0.0]), "z": jnp.array(signs)}
+    bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), p)
+    updates, _ = optimizer.update(bad, optimizer.init(p), p)
     assert same(optax.apply_updates(p, updates), p)
+    p = {"w": p["w"]}
     assert not same(optax.apply_updates(p, {"w": jnp.zeros(2)}), p)  # what zeros would do
 
 
@@ -138,6 +141,13 @@ def test_state_without_a_scale_or_with_two_is_refused() -> None:
         outcome_of(both.init(params()))
 
 
+@pytest.mark.parametrize("other", [gs.Off(), gs.Headroom(), gs.LogMax(), gs.Histogram()])
+def test_state_of_another_policy_is_refused(other: Any) -> None:
+    state = scaled(optax.sgd(0.1), POLICY).init(params())
+    with pytest.raises(gs.SettingError, match="policy must be the one of the optimizer"):
+        scaled(optax.sgd(0.1), other).update(grads(1.0), state, params())
+
+
 # The step itself.
 
 
@@ -170,6 +180,15 @@ def test_long_gradients_are_shortened_and_short_ones_are_not() -> None:
     updates, state = jax.jit(optimizer.update)(zero, optimizer.init(zero), zero)
     assert updates["a"].tolist() == [0.0, 0.0]
     assert bool(outcome_of(state).applied)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_clipping_is_as_exact_where_types_are_kept(dtype: Any) -> None:
+    g = {"a": jnp.full((4096,), 60000.0, dtype)}  # the factor is subnormal in float16
+    optimizer = scaled(optax.identity(), gs.Static(1.0), clip_norm=1.0, keep_dtype=True)
+    updates, _ = jax.jit(optimizer.update)(g, optimizer.init(g), g)
+    assert updates["a"].dtype == dtype
+    assert updates["a"].tolist() == [2.0**-6] * 4096
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan, math.inf, "1", True])

@@ -282,6 +282,7 @@ def test_train_state_with_a_scale_learns_in_float16() -> None:
         ({"scale": 0.0}, "scale must be finite, > 0"),
         ({"scale": jnp.float32(jnp.inf)}, "scale must be finite, > 0"),
         ({"minimum_scale": -1.0}, "minimum_scale must be >= 0"),
+        ({"scale": None}, "scale must be a number"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:

@@ -121,6 +121,10 @@ def test_scale_stays_between_floor_and_ceiling() -> None:
     for _ in range(3):
         half = jax.jit(lambda it: it.adjust(True))(half)
     assert (float(half.loss_scaling), half.loss_scaling.dtype) == (65504.0, HALF)
+    low = mpx.DynamicLossScaling(HALF(2**-13), 0.0)
+    for _ in range(3):
+        low = low.adjust(False)
+    assert float(low.loss_scaling) == 2.0**-14  # by half of which gradients would be NaN in the end
 
 
 def test_counter_beyond_the_period_grows_at_the_next_step() -> None:
@@ -325,6 +329,11 @@ def test_select_tree_takes_other_leaves_from_the_first() -> None:
     [
         (lambda: scaling(period=0), "period must be a whole number from 1"),
         (lambda: scaling(factor=1), "factor must be > 1"),
+        (lambda: scaling(0.0), "loss_scaling must be > 0, got"),
+        (lambda: scaling(-8.0), "loss_scaling must be > 0, got"),
+        (lambda: scaling(jnp.nan), "loss_scaling must be > 0, got"),
+        (lambda: scaling(floor=-1.0), "min_loss_scaling must be >= 0"),
+        (lambda: scaling(floor=jnp.nan), "min_loss_scaling must be >= 0"),
         (
             lambda: mpx.DynamicLossScaling(jnp.ones(1), 1.0),
             r"loss_scaling must be a scalar.*\(1,\)",
