@@ -196,7 +196,7 @@ def test_checkpoint_of_headroom_without_later_fields_is_read() -> None:
 def test_what_torchs_keys_cannot_hold_is_not_written_in_them(more: dict[str, Any]) -> None:
     torchs = Saved(None, dict.fromkeys(TORCH_KEYS[1:4], 2), {"scale": 8.0, "good_steps": 1}, {})
     assert read(write(torchs)) == torchs
-    with pytest.raises(StateError, match="load it into a scaler"):
+    with pytest.raises(StateError, match="Load it into a scaler"):
         write(torchs._replace(**more))
 
 

@@ -172,7 +172,7 @@ def test_scale_that_does_not_move() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dynamic": False}, "With dynamic=False give initial_scale"),
+        ({"dynamic": False}, "dynamic=False requires initial_scale"),
         ({"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 2}, "neither"),
         ({"dynamic": 3}, "dynamic must be True or False, got 3"),
     ],

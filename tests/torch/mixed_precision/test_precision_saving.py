@@ -199,16 +199,19 @@ def test_states_of_others_are_refused_whole() -> None:
     _, other = built("fp16")
     before = picture(other)
     for change, message in (
-        ({"mode": "bf16"}, "of the mode 'bf16', and this run is 'fp16'"),
+        ({"mode": "bf16"}, "in the mode 'bf16', but this run uses 'fp16'"),
         ({"version": 9}, "has version 9"),
         ({"models": []}, "has 0 models, here are 1"),
-        ({"models": [{"wide.weight": torch.ones(2)}]}, "'wide.weight' is missing here or there"),
+        (
+            {"models": [{"wide.weight": torch.ones(2)}]},
+            "'wide.weight' is missing in the model or in the state",
+        ),
         ({"optimizers": [{"param_groups": [{"params": [0]}]}]}, r"groups of \[6\]"),
     ):
         with pytest.raises(StateError, match=message):
             other.load_state_dict({**good, **change})
     for odd in ({}, GradScaler("cpu").state_dict(), 3):
-        with pytest.raises(StateError, match="no state of MixedPrecision"):
+        with pytest.raises(StateError, match="not a state of MixedPrecision"):
             other.load_state_dict(odd)  # type: ignore[arg-type]
     assert same(picture(other), before)
     assert other.scaler.get_scale() == 2.0**8
