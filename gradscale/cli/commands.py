@@ -80,19 +80,23 @@ def demo(
     html: Annotated[
         Path | None,
         typer.Option(
-            help="File for the report page of the run with gradscale and NaN batches. By default, no "
-            "page is written."
+            help="File for the report page of the run with gradscale and NaN batches. By default, "
+            "no page is written."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and the batches.")] = 0,
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help=f"Run {QUICK_STEPS} steps, which are too few for a result, and exit with status 0."
+            "--quick",
+            help=f"Run {QUICK_STEPS} steps, too few for a result, and exit with status 0.",
         ),
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="Framework for the training, torch or jax. Weights and batches are the same.")
+        str,
+        typer.Option(
+            help="Framework for the training, torch or jax. Weights and batches are the same."
+        ),
     ] = "torch",
 ) -> None:
     """Train a small network on the CPU in float32 and float16, with torch's scaler and gradscale.
@@ -225,7 +229,10 @@ def report(
         typer.Option(help="File for the page. Default: report.html in RUN."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of tables. Writes a page only with --html.")
+        bool,
+        typer.Option(
+            "--json", help="Print JSON instead of tables. Writes a page only with --html."
+        ),
     ] = False,
 ) -> None:
     """Print the findings and numbers of a run, and write them to one HTML page.
@@ -250,11 +257,13 @@ def report(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="Folder or file of the first run log.")],
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder or file of the first run log.")
+    ],
     second: Annotated[Path, typer.Argument(metavar="RUN", help="Folder or file of the second.")],
-    html: Annotated[
-        Path, typer.Option(help="File for the page with both runs.")
-    ] = Path("gradscale-compare.html"),
+    html: Annotated[Path, typer.Option(help="File for the page with both runs.")] = Path(
+        "gradscale-compare.html"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and write no page.")] = False,
 ) -> None:
     """Print two runs side by side, and write an HTML page with both."""
@@ -278,7 +287,8 @@ def compare(
 def run(
     context: typer.Context,
     command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="Script and its arguments, as for `python`.")
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]", help="Script and its arguments, as for `python`."),
     ],
     module: Annotated[
         bool, typer.Option("-m", help="Run SCRIPT as a module, as `python -m` does.")
@@ -291,7 +301,8 @@ def run(
         str | None, typer.Option(help="Policy of scalers that set none, such as headroom.")
     ] = None,
     panel: Annotated[
-        bool, typer.Option("--panel/--no-panel", help="Show scale, headroom and skips during the run.")
+        bool,
+        typer.Option("--panel/--no-panel", help="Show scale, headroom and skips during the run."),
     ] = True,
 ) -> None:
     """Run a training script with gradscale in place of torch's GradScaler or Apex, and log it.

@@ -44,10 +44,10 @@ NOISE = 0.1
 NOTES = f"""\
 loss: squared error per pixel, mean of the last {TAIL} steps.
 zero grads: steps that were applied although every gradient was zero.
-underflow: share of the nonzero weight-gradient elements that are below 2**-14, the smallest normal \
-float16 number.
-flushed to 0: share of the elements that are nonzero in float32 (same weights, same batch) and zero \
-in float16. Both are measured every {PROBE_EVERY} steps, if applied, before unscaling.
+underflow: share of the nonzero weight-gradient elements that are below 2**-14, the smallest \
+normal float16 number.
+flushed to 0: share of the elements that are nonzero in float32 (same weights, same batch) and \
+zero in float16. Both are measured every {PROBE_EVERY} steps, if applied, before unscaling.
 All runs: autoencoder with 7 sigmoid layers, AdamW, learning rate {LEARNING_RATE:g}, batches of \
 {BATCH}. float16: weights, activations and gradients; float32: master weights, loss and optimizer.
 torch: torch.amp.GradScaler with its defaults. gradscale: the policy Headroom with its defaults. \

@@ -70,7 +70,7 @@ def test_demo_without_its_result_exits_with_an_error(tmp_path: Path) -> None:
     result = invoke("demo", "--steps", "3", "--output", str(tmp_path / "p.png"))
     assert result.exit_code == 1
     assert "Too few steps for a result" in result.stdout
-    assert result.stderr.startswith("Error: these runs do not show the result of the demo")
+    assert result.stderr.startswith("Error: the runs do not show the expected result")
 
 
 @pytest.mark.soak

@@ -59,7 +59,7 @@ def test_a_torch_amp_script_gives_the_same_bits_and_a_log(
     script = SCRIPTS / "train_amp.py"
     done = run("--log", "log", script, 60, cwd=tmp_path, stdin="1e37\n")
     assert done.returncode == 3, done.stderr
-    assert done.stderr == "gradscale: the log is in log: gradscale report log\n"
+    assert done.stderr == "gradscale: the log is in log. To read it, run: gradscale report log\n"
     # The same script with torch's scaler, in this process.
     monkeypatch.setattr(sys, "argv", [str(script), "60"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("1e37\n"))

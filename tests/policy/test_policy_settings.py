@@ -115,8 +115,8 @@ def test_every_policy_has_a_name() -> None:
         ("none", "'none'", ""),
         ("", "''", ""),
         ("Headroom()", "'Headroom()'", ""),
-        (rules.Headroom, "the class Headroom", " Write policy='headroom'."),
-        (Static, "the class Static", " Write policy='static'."),
+        (rules.Headroom, "the class Headroom", " Use policy='headroom'."),
+        (Static, "the class Static", " Use policy='static'."),
         (int, "the class int", ""),
         (1024.0, "1024.0", ""),
         (None, "None", ""),
@@ -169,8 +169,7 @@ def test_settings_beside_a_name_are_those_of_its_policy() -> None:
         (
             rules.Off(),
             {"init_scale": 8.0},
-            "policy=Off() and init_scale=8.0. "
-            "Off has no init_scale: remove either that or policy.",
+            "policy=Off() and init_scale=8.0. Off has no init_scale: remove either that or policy.",
         ),
     ],
 )
