@@ -177,7 +177,7 @@ def test_checkpoint_of_headroom_without_later_fields_is_read() -> None:
     assert other.policy == scaler.policy
     assert other.state_dict()[BLOCK]["state"] == block["state"] | {"credit": 64}
     del block["state"]["calm"]
-    with pytest.raises(StateError, match="fields of Headroom. Check calm, credit"):
+    with pytest.raises(StateError, match=r"fields of Headroom\. Check calm, credit"):
         other.load_state_dict(old)
 
 

@@ -61,7 +61,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ignored = [name for name, usual in _IGNORED.items() if settings.get(name, usual) != usual]
         if ignored:
             warnings.warn(
-                f"torch's DistributedDataParallel has no {', '.join(ignored)}. Ignored.",
+                f"torch's DistributedDataParallel has no {', '.join(ignored)}; ignored.",
                 stacklevel=caller_level(),
             )
         devices = {param.device for param in module.parameters()}

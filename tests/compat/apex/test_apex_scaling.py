@@ -624,7 +624,7 @@ def test_collapsed_scale_of_an_old_checkpoint_is_lifted() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}, "has 1 loss scalers, .* made 2"),
+        ({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}, "has 1 loss scalers, .* created 2"),
         ({}, "must be what amp.state_dict"),
         ({"scale": 1.0, "growth_tracker": 1, "hysteresis_tracker": 1}, "must be what amp.state"),
         (
