@@ -8,7 +8,7 @@ and where a run was repeated the tables take the last. Steps are timed afterward
     python -m arena --device cuda --size medium --seeds 3 --jobs 12 --missing --limit 330 --time
     python -m arena --trainings GPT --arms Headroom torch --seeds 3
     python -m arena --starts                           # from any first scale
-    python -m arena --table                            # rewrites docs/how-to/choose-a-policy.md from the rows
+    python -m arena --table                            # rewrites docs/measurements/arena.md
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--time", action="store_true", help="measure the time of a step after the runs"
     )
     parser.add_argument("--starts", action="store_true", help="short runs with many initial scales")
-    parser.add_argument(
-        "--table", action="store_true", help="only write docs/how-to/choose-a-policy.md"
-    )
+    parser.add_argument("--table", action="store_true", help="only write the documentation page")
     parser.add_argument("--results", type=Path, default=rows.RESULTS, help="CSV file with the rows")
     return parser.parse_args(arguments)
 

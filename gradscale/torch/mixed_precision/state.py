@@ -94,8 +94,9 @@ def check(mp: MixedPrecision, state: Any) -> None:
     }
     for kind, mine in here.items():
         if len(state[kind]) != len(mine):
+            what = "followed objects" if kind == "followed" else kind
             raise StateError(
-                f"The state has {len(state[kind])} {kind}, but this MixedPrecision has {len(mine)}."
+                f"The state has {len(state[kind])} {what}, but this MixedPrecision has {len(mine)}."
             )
     kinds = [type(each).__name__ for each, _ in mp._followed]
     theirs = [name for name, _ in state["followed"]]

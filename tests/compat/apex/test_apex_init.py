@@ -282,7 +282,10 @@ def test_handle_scales_nothing_while_it_is_not_active() -> None:
 def test_wrapped_optimizer_has_a_scale_for_every_loss() -> None:
     handle, param, inner = one_weight()
     optimizer = handle.wrap_optimizer(inner, num_loss=2)
-    with pytest.raises(CallOrderError, match=r"after its wrap_optimizer\(\)\. Call scale_loss\(loss\) of the optimizer"):
+    with pytest.raises(
+        CallOrderError,
+        match=r"after its wrap_optimizer\(\)\. Call scale_loss\(loss\) of the optimizer",
+    ):
         handle.scale_loss(param.sum(), optimizer).__enter__()
     for factors, want in (((1.0, 1.0), 0.0), ((1.0, 1e38), 0.0), ((-1.0, -1.0), 1.0)):
         optimizer.zero_grad()

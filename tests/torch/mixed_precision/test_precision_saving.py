@@ -188,7 +188,7 @@ def test_what_follows_is_saved_with_it() -> None:
         runs.append([*picture(mp), torch.tensor(mp.optimizers[0].param_groups[0]["lr"])])
     assert same(*runs)
     _, other = built("fp16-master", OPTIMIZERS["SGD"])
-    with pytest.raises(StateError, match="has 1 followed, here are 0"):
+    with pytest.raises(StateError, match="has 1 followed objects, but this MixedPrecision has 0"):
         other.load_state_dict(mp.state_dict())
 
 
@@ -201,7 +201,7 @@ def test_states_of_others_are_refused_whole() -> None:
     for change, message in (
         ({"mode": "bf16"}, "in the mode 'bf16', but this run uses 'fp16'"),
         ({"version": 9}, "has version 9"),
-        ({"models": []}, "has 0 models, here are 1"),
+        ({"models": []}, "has 0 models, but this MixedPrecision has 1"),
         (
             {"models": [{"wide.weight": torch.ones(2)}]},
             "'wide.weight' is missing in the model or in the state",
