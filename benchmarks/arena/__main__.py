@@ -65,13 +65,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps, in place of those of the training")
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
     parser.add_argument("--limit", type=float, help="seconds after which no new run is started")
-    parser.add_argument("--missing", action="store_true", help="only runs that have no row yet")
-    parser.add_argument(
-        "--time", action="store_true", help="measure the time of a step after the runs"
-    )
-    parser.add_argument("--starts", action="store_true", help="short runs with many initial scales")
+    parser.add_argument("--missing", action="store_true", help="only what has no row yet")
+    parser.add_argument("--time", action="store_true", help="time steps after the runs")
+    parser.add_argument("--starts", action="store_true", help="short runs from many first scales")
     parser.add_argument("--table", action="store_true", help="only write the documentation page")
-    parser.add_argument("--results", type=Path, default=rows.RESULTS, help="CSV file with the rows")
+    parser.add_argument("--results", type=Path, default=rows.RESULTS, help="the rows")
     return parser.parse_args(arguments)
 
 

@@ -74,7 +74,11 @@ def test_accumulation_counts() -> None:
         with pytest.raises(CallOrderError, match="after the block"):
             mp.step()
     mp.zero_grad()
-    with pytest.raises(CallOrderError, match="within"), mp.accumulate(1), mp.accumulate(1):
+    with (
+        pytest.raises(CallOrderError, match="was called inside"),
+        mp.accumulate(1),
+        mp.accumulate(1),
+    ):
         pass
     with pytest.raises(SettingError, match="got 0"), mp.accumulate(0):
         pass
