@@ -229,9 +229,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--blocks", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="small sizes, for the CPU")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of trainings")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="seeds of the trainings"
+    )
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--rounds", type=int, default=12, help="of what is timed")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of the timings")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)

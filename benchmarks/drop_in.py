@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--no-save", action="store_true", help="leave results.csv alone")
+    parser.add_argument("--no-save", action="store_true", help="do not write results.csv")
     options = parser.parse_args()
     device, layers = options.device, max(1, round(options.millions * 1e6 / WIDTH**2))
 

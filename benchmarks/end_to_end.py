@@ -261,15 +261,19 @@ def measure(mode: str, cases: dict[str, Case], steps: int, repeats: int) -> list
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and appends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="iterations in a repeat")
+    parser.add_argument("--steps", type=int, default=100, help="iterations per repeat")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16, help="texts in a batch")
-    parser.add_argument("--cases", nargs="*", default=[], help="parts of the names of cases")
+    parser.add_argument("--batch", type=int, default=16, help="texts per batch")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], help="only cases whose names contain one of these"
+    )
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--eager", action="store_true", help="only the model as it is")
+    modes.add_argument("--eager", action="store_true", help="only the eager model")
     modes.add_argument("--compiled", action="store_true", help="only the compiled model")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, as it is")
-    parser.add_argument("--results", type=Path, help="the table; results.csv unless tiny")
+    parser.add_argument("--tiny", action="store_true", help="a small eager model on the CPU")
+    parser.add_argument(
+        "--results", type=Path, help="CSV file with the rows; results.csv unless --tiny"
+    )
     options = parser.parse_args(arguments)
     device, size = ("cpu", TINY) if options.tiny else ("cuda", SMALL)
     if device == "cuda" and not torch.cuda.is_available():

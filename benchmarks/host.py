@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints, and appends if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--updates", type=int, default=20_000, help="tensors times rounds")
+    parser.add_argument("--updates", type=int, default=20_000, help="product of tensors and rounds")
     parser.add_argument("--save", action="store_true", help="append rows to results.csv")
     options = parser.parse_args(arguments)
     threads = torch.get_num_threads()

@@ -182,8 +182,10 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs all cases and prints the table; exits with 1 if a finding is wrong or missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into the page")
-    parser.add_argument("--only", help="a part of the names of cases")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into the documentation page"
+    )
+    parser.add_argument("--only", help="only cases whose names contain this")
     options = parser.parse_args(arguments)
     chosen = [c for c in [*ILL, *HEALTHY] if options.only is None or options.only in c.name]
     verdicts = []

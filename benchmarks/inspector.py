@@ -93,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=16, help="texts in a batch")
-    parser.add_argument("--steps", type=int, default=EVERY, help="iterations in a round")
+    parser.add_argument("--batch", type=int, default=16, help="texts per batch")
+    parser.add_argument("--steps", type=int, default=EVERY, help="iterations per round")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     options = parser.parse_args(arguments)
     device, size = ("cpu", TINY) if options.tiny else ("cuda", SMALL)

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=20)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--tiny", action="store_true", help="a very small model")
-    parser.add_argument("--results", type=Path, help="add rows to this table")
+    parser.add_argument("--results", type=Path, help="CSV file to which rows are added")
     options = parser.parse_args(arguments)
     size = models.GPT_TINY if options.tiny else models.GPT_25M
     parameters = models.count(jax.eval_shape(lambda: models.gpt(jax.random.key(0), size)))

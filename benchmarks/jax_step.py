@@ -255,10 +255,10 @@ MODELS = {"perceptron": perceptron, "GPT": gpt}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--steps", type=int, help="steps in a repeat; 20, on a CPU 3")
+    parser.add_argument("--steps", type=int, help="steps per repeat; default: 20, on a CPU 3")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tiny", action="store_true", help="very small models")
-    parser.add_argument("--results", type=Path, help="add rows to this table")
+    parser.add_argument("--results", type=Path, help="CSV file to which rows are added")
     options = parser.parse_args(arguments)
     cpu = jax.devices()[0].platform == "cpu"
     steps = options.steps or (3 if cpu else 20)

@@ -205,15 +205,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs, prints and appends; or writes the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     choices = ["both", "quality", "memory", "table"]
-    parser.add_argument("what", nargs="?", default="both", choices=choices, help="quality, memory")
+    parser.add_argument(
+        "what", nargs="?", default="both", choices=choices, help="what to measure: quality, memory"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--tasks", nargs="*", default=["transformer", "conv net"])
-    parser.add_argument("--steps", type=int, help="instead of those of the training")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model for the memory")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the rows")
+    parser.add_argument("--steps", type=int, help="steps, in place of those of the training")
+    parser.add_argument("--tiny", action="store_true", help="measure memory with a tiny model")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="CSV file with the rows")
     options = parser.parse_args(arguments)
     if options.what == "table":
         write(_rows.read(Row, options.results))

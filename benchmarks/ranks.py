@@ -158,13 +158,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--setups", nargs="*", default=list(SETUPS))
     parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS))
     parser.add_argument("--faults", nargs="*", default=list(FAULTS))
-    parser.add_argument("--watchdog", type=float, default=25.0, help="seconds of a cell")
-    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 3, 4, 8], help="that agree")
-    parser.add_argument("--step-ranks", nargs="*", type=int, default=[2, 4], help="that step")
-    parser.add_argument("--rounds", type=int, default=300, help="of the cost of agreeing")
-    parser.add_argument("--steps", type=int, default=100, help="of the cost of a step")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="rows of the matrix")
-    parser.add_argument("--costs", type=Path, default=COSTS, help="rows of the cost")
+    parser.add_argument(
+        "--watchdog", type=float, default=25.0, help="time limit of a cell in seconds"
+    )
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, default=[2, 3, 4, 8], help="numbers of ranks that agree"
+    )
+    parser.add_argument(
+        "--step-ranks", nargs="*", type=int, default=[2, 4], help="numbers of ranks that step"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=300, help="rounds for the cost of the agreement"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="steps for the cost of a step")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="CSV file with the rows of the matrix"
+    )
+    parser.add_argument(
+        "--costs", type=Path, default=COSTS, help="CSV file with the rows of the cost"
+    )
     options = parser.parse_args(arguments)
     if options.what in ("both", "matrix"):
         matrix(options)

@@ -84,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on the CPU")
-    parser.add_argument("--batch", type=int, default=8, help="texts in a batch")
+    parser.add_argument("--batch", type=int, default=8, help="texts per batch")
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--iterations", type=int, default=2 * EVERY, help="of a turn")
+    parser.add_argument("--iterations", type=int, default=2 * EVERY, help="iterations per turn")
     options = parser.parse_args(arguments)
     device, size = ("cpu", TINY) if options.tiny else ("cuda", SMALL)
     if device == "cuda" and not torch.cuda.is_available():

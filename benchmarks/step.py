@@ -329,9 +329,13 @@ def main() -> None:
     """Measures, prints and appends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--cases", nargs="*", default=[], help="parts of the names of cases")
-    parser.add_argument("--rounds", type=int, default=30, help="of a step alone, and on the device")
-    parser.add_argument("--steps", type=int, default=100, help="in a row")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], help="only cases whose names contain one of these"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="rounds for a single step, and on the device"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="steps in a row")
     parser.add_argument("--results", type=Path, default=_rows.RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():

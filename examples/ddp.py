@@ -1,4 +1,4 @@
-"""Data parallel: every rank decides alike, also when one of them overflows alone.
+"""Data parallel (DDP): all ranks skip the same step, also if only one of them overflows.
 
 torchrun --nproc-per-node 2 examples/ddp.py      # or plain python, which starts two ranks
 """
@@ -27,7 +27,7 @@ def train(cuda: bool) -> None:
     net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)).to(device)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    mp = MixedPrecision(model, optimizer, "fp16")  # it sees DDP, and so who must agree
+    mp = MixedPrecision(model, optimizer, "fp16")  # finds the ranks that must agree from DDP
 
     torch.manual_seed(rank)
     applied = []
@@ -36,7 +36,7 @@ def train(cuda: bool) -> None:
         with mp.autocast():
             loss = nn.functional.mse_loss(model(inputs).float(), inputs.sum(1, keepdim=True))
         mp.backward(loss)
-        if step == 10 and rank == 1:  # something that DDP did not see
+        if step == 10 and rank == 1:  # an overflow after the reduction of DDP
             for param in net.parameters():
                 torch.nn.init.constant_(param.grad, math.inf)  # type: ignore[arg-type]
         outcome = mp.step(clip_norm=1.0)
@@ -47,9 +47,9 @@ def train(cuda: bool) -> None:
     everyone = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, ours)
     if not all(torch.equal(each, ours) for each in everyone):
-        raise SystemExit("The ranks have gone different ways.")
+        raise SystemExit("The ranks have different results.")
     if applied != [step != 10 for step in range(STEPS)]:
-        raise SystemExit("Step 10 should have been skipped, and no other.")
+        raise SystemExit("Step 10, and no other step, should have been skipped.")
     if rank == 0:
         print(f"{len(everyone)} ranks, step 10 skipped by all of them, loss {loss.item():.3f}")
 
@@ -57,8 +57,8 @@ def train(cuda: bool) -> None:
 def main() -> None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if cuda else "gloo")
-    # In a function of its own: when it returns, nothing but torch holds a group, so that this ends
-    # gloo's threads. One that is still there when the interpreter ends can abort the process.
+    # A separate function: when it returns, only torch refers to the group, so destroying the group
+    # ends gloo's threads. A thread that runs when the interpreter exits can abort the process.
     train(cuda)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Train a small network in float16 on the CPU with torch's five-call loop; only the import is ours.
+"""Train a small network in float16 on the CPU with torch's usual loop; only the import is changed.
 
 Step 6 has a batch whose gradients overflow float16 at the current scale: the step is skipped, the
-scale is halved, and training goes on.
+scale is halved, and training continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             outputs = net(inputs)
-        # In float32: a float16 loss would overflow by itself at a scale above 2**15.
+        # In float32: the backward pass of a float16 loss overflows at scales above 2**15.
         loss = torch.nn.functional.mse_loss(outputs.float(), targets)
 
         scaler.scale(loss).backward()

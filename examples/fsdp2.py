@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP2): one rank sees an infinity in its shard, and all of them skip.
+"""Sharded parameters (FSDP2): one rank has an infinity in its shard, and all ranks skip the step.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py    # or plain python, which starts two ranks
 """
@@ -31,7 +31,7 @@ def train(mesh: DeviceMesh) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, mp_policy=half)
-    optimizer = AdamW(model.parameters(), lr=1e-2)  # steps the shards that this rank has
+    optimizer = AdamW(model.parameters(), lr=1e-2)  # steps the shards of this rank
     # The meshes of the gradients determine which ranks must agree.
     scaler = GradScaler(mesh.device_type, policy=gs.Headroom())
 
@@ -45,16 +45,16 @@ def train(mesh: DeviceMesh) -> None:
         if step == 10 and rank == 1:
             shard: Any = next(model.parameters()).grad
             shard.to_local().fill_(math.inf)
-        outcome = scaler.apply(optimizer, clip_norm=1.0)  # the norm is that of all shards
+        outcome = scaler.apply(optimizer, clip_norm=1.0)  # the norm of all shards
         applied.append(bool(outcome.applied))
         norms.append(float(outcome.grad_norm))  # type: ignore[arg-type]
 
     found: list[Any] = [None] * world
     dist.all_gather_object(found, (applied, norms[:10], scaler.get_scale()))
     if any(each != found[0] for each in found):
-        raise SystemExit("The ranks have gone different ways.")
+        raise SystemExit("The ranks have different results.")
     if applied != [step != 10 for step in range(STEPS)]:
-        raise SystemExit("Step 10 should have been skipped, and no other.")
+        raise SystemExit("Step 10, and no other step, should have been skipped.")
     if rank == 0:
         print(f"{world} ranks, step 10 skipped by all of them, loss {loss.item():.3f}")
 
@@ -62,8 +62,8 @@ def train(mesh: DeviceMesh) -> None:
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= world
-    # In a function of its own: when it returns, nothing but torch holds a group, so that this ends
-    # gloo's threads. One that is still there when the interpreter ends can abort the process.
+    # A separate function: when it returns, only torch refers to the group, so destroying the group
+    # ends gloo's threads. A thread that runs when the interpreter exits can abort the process.
     train(init_device_mesh("cuda" if cuda else "cpu", (world,)))
     dist.barrier()
     dist.destroy_process_group()

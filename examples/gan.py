@@ -1,7 +1,7 @@
 """A GAN on points in the plane: two models, two optimizers, one MixedPrecision.
 
-mp.step(optimizer) ends an iteration of one of them, so an overflow in the generator skips the
-generator's step and not the critic's.
+mp.step(optimizer) ends an iteration of one optimizer, so an overflow in the generator skips only
+the generator's step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main() -> None:
 
         with mp.autocast():
             loss = softplus(-critic(fake)).mean()
-        # Only the generator's gradients: the pass goes through the critic, and without `inputs` it
-        # would leave gradients there, for the critic's next step.
+        # The pass goes through the critic. `inputs` limits it to the generator's gradients, because
+        # the critic's next step would use gradients that the pass leaves in the critic.
         mp.backward(loss, inputs=list(generator.parameters()))
         applied[opt_g] += mp.step(opt_g).applied
 
@@ -60,7 +60,7 @@ def main() -> None:
     print(f"scale {mp.scaler.get_scale():g}")
 
     if not torch.dist(samples.mean(dim=0), center) < 0.5:
-        raise SystemExit("The generator has not found the points.")
+        raise SystemExit("The generator has not learned the distribution.")
     if not min(steps) > 0.95 * ITERATIONS:
         raise SystemExit("Too many steps were skipped.")
 

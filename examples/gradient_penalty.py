@@ -1,7 +1,8 @@
 """A gradient penalty, as in WGAN-GP: a critic that measures the distance of two clouds of points.
 
-The penalty is made of gradients, which must not be scaled: mp.grad() computes them with the scale,
-so that float16 can hold them, and hands them back without it. Its backward pass is a double one.
+The penalty is a function of unscaled gradients. mp.grad() computes them with the scale, so that
+float16 can represent them, and returns them unscaled. The backward pass of the penalty is a double
+backward pass.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
     print(f"the clouds are {SHIFT:.2f} apart, the critic says {distance:.2f}")
     print(f"mean slope {slope:.2f} (wanted: 1), scale {mp.scaler.get_scale():g}")
     if not abs(distance - SHIFT) < 0.2 or not abs(slope - 1) < 0.15:
-        raise SystemExit("The critic is wrong.")
+        raise SystemExit("The critic has not learned the distance.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Equinox, by functions alone: value_and_grad, select, update; an ensemble with a scale for each.
+"""Equinox with the pure functions value_and_grad, select and update: an ensemble under vmap.
 
-Modules are pytrees. Their arrays are cast to float16 inside the loss, but for those of LayerNorm,
-and the float32 ones outside are the master weights. Three members train at once under vmap, and
-every member has its own scale.
+Modules are pytrees. Their arrays are cast to float16 inside the loss, except for those of
+LayerNorm, and the float32 arrays outside are the master weights. Three members train at once under
+vmap, and every member has its own scale.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Network(eqx.Module):
         self.second = eqx.nn.Linear(32, 1, key=keys[1])
 
     def __call__(self, x: Any) -> Any:
-        # The norm computes in float32; its result goes on in the type of the input.
+        # The norm computes in float32; its result is cast to the type of the input.
         hidden = self.norm(jnp.tanh(self.first(x))).astype(x.dtype)
         return self.second(hidden)
 

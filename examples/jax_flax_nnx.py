@@ -1,7 +1,7 @@
 """Flax NNX with the optax wrapper, a run log and a checkpoint.
 
-The log is written by a callback on the host, which is there only because it is asked for, and read
-by `gradscale report`. The scale is saved as plain numbers, which the PyTorch engine reads as well.
+The log is written by an optional callback on the host, and read by `gradscale report`. The scale is
+saved as plain numbers, which the PyTorch engine can load as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 100
 
 class Network(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # Flax casts by itself: weights are float32, products float16, norms compute in float32.
+        # Flax casts: weights are float32, matrix products float16, and norms compute in float32.
         self.first = nnx.Linear(8, 32, dtype=jnp.float16, rngs=rngs)
         self.norm = nnx.LayerNorm(32, dtype=jnp.float16, rngs=rngs)
         self.second = nnx.Linear(32, 1, dtype=jnp.float16, rngs=rngs)

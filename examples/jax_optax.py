@@ -1,7 +1,7 @@
 """JAX with optax: one wrapper around the optimizer unscales, checks, clips, steps or skips.
 
 The network computes in float16 and its weights are float32. The batch of step 30 overflows: the
-step is skipped, and neither the moments nor the schedule of the optimizer move.
+step is skipped, and the moments and the schedule of the optimizer stay as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def first_weights(key: Any) -> dict[str, Any]:
 def loss_fn(params: Any, inputs: Any, targets: Any) -> Any:
     hidden = jnp.tanh(inputs @ params["w1"] + params["b1"])
     error = hidden @ params["w2"] - targets
-    # In float32: the mean of squares of float16 numbers is easily too large for float16.
+    # In float32, because the mean of squares of float16 numbers can overflow float16.
     return jnp.mean(jnp.square(error.astype(jnp.float32)))
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     rate = optax.cosine_decay_schedule(0.03, STEPS)
     optimizer = scaled(optax.adamw(rate), policy, clip_norm=1.0)
 
-    # The scale is an array in the state, so the step is compiled once however the scale moves.
+    # The scale is an array in the state, so a change of the scale does not recompile the step.
     @jax.jit
     def step(params: Any, opt_state: Any, inputs: Any, targets: Any) -> Any:
         differentiate = scaled_value_and_grad(loss_fn)
@@ -57,7 +57,7 @@ def main() -> None:
         targets = jnp.sum(inputs, axis=1, keepdims=True) * (3000.0 if number == BAD_STEP else 1.0)
         params, opt_state, loss = step(params, opt_state, inputs, targets)
 
-        # Reading an outcome waits for the device; a real loop does so now and then.
+        # Reading an outcome waits for the device; a real loop does so only occasionally.
         outcome = outcome_of(opt_state)
         if outcome.applied:
             losses.append(float(loss))
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"scale {float(scale_of(opt_state)):g}")
 
     if len(losses) != STEPS - 1 or moved != len(losses):
-        raise SystemExit("A step was skipped or counted that should not have been.")
+        raise SystemExit("The wrong steps were skipped or counted.")
     if not losses[-1] < 0.1 * losses[0]:
         raise SystemExit("The network has not learned.")
 

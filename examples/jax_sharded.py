@@ -1,7 +1,7 @@
-"""Sharded over four devices, in both of JAX' ways: automatically over a mesh, and by shard_map.
+"""Data sharded over four devices, in both ways of JAX: automatically over a mesh, and by shard_map.
 
-Without accelerators, four devices of the CPU stand in for them. One of them has an overflow in its
-part of the batch at step 10: all skip that step, and the scale stays the same on all.
+Without accelerators, four virtual CPU devices are used. At step 10 one device has an overflow in
+its part of the batch: all devices skip that step, and the scale stays the same on all of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     params = {"w1": jax.random.normal(keys[0], (8, 32)) / 3, "w2": jnp.zeros((32, 1))}
     params = jax.device_put(params, NamedSharding(mesh, shared))
 
-    # 1. Automatic: arrays are placed, jit does the rest. Nothing here knows of devices.
+    # 1. Automatic: jit partitions the computation by the placement of the arrays.
     optimizer = scaled(optax.sgd(0.1), POLICY)
 
     @jax.jit
@@ -57,7 +57,7 @@ def main() -> None:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    # 2. By hand: axis_name has gradients averaged over the shards, and all know of an overflow.
+    # 2. Manual: axis_name averages the gradients and combines the overflow flags over the shards.
     def shard_step(params: Any, state: Any, inputs: Any) -> Any:
         differentiate = value_and_grad(loss_fn, POLICY, axis_name="batch")
         (_, grads), stats = differentiate(state, params, inputs)
@@ -86,9 +86,9 @@ def main() -> None:
     print(f"loss {first:.3g} -> {last:.3g} on {len(state.scale.addressable_shards)} devices")
     print(f"skipped {skipped}, scale {float(scale_of(opt_state)):g}, by hand {scales}")
     if skipped != [BAD_STEP] or scales != {float(scale_of(opt_state))} or not last < 0.1 * first:
-        raise SystemExit("The devices disagree, or have not learned.")
+        raise SystemExit("The devices have different scales, or the network has not learned.")
     if not np.allclose(ours["w1"], theirs["w1"], atol=1e-3):
-        raise SystemExit("The two ways differ.")
+        raise SystemExit("The results of the two ways differ.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Keras: `fit` in mixed_float16 with our optimizer, on whichever backend Keras has.
+"""Keras: `fit` in mixed_float16 with gradscale's LossScaleOptimizer, on any backend.
 
 One batch of every epoch overflows: its step is skipped, the scale is lowered, and the callback
-counts it. KERAS_BACKEND chooses tensorflow, jax or torch.
+counts it. The environment variable KERAS_BACKEND selects tensorflow, jax or torch.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def network() -> Any:
         [
             keras.layers.Input((8,)),
             keras.layers.Dense(64, activation="gelu"),
-            keras.layers.Dense(1, dtype="float32"),  # the loss is float32 then
+            keras.layers.Dense(1, dtype="float32"),  # so that the loss is float32
         ]
     )
 
 
 def main() -> None:
-    # Keras 3.15's own conversion to NumPy meets a deprecation of NumPy's.
+    # The conversion to NumPy in Keras 3.15 triggers a deprecation warning of NumPy.
     warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
     inputs, targets = data()
     model = network()
@@ -59,7 +59,7 @@ def main() -> None:
         history = model.fit(inputs, targets, callbacks=[monitor], **options).history
         monitor.close()
 
-    # Keras' mean of the losses of an epoch has the infinite one in it.
+    # The mean loss of an epoch in Keras includes the infinite loss.
     fine = np.delete(np.arange(len(inputs)), 5 * BATCH)
     loss = model.evaluate(inputs[fine], targets[fine], verbose=0)
     print(f"backend {keras.backend.backend()}, loss {loss:.3g}")
@@ -68,7 +68,7 @@ def main() -> None:
         print(f"epoch {epoch}: scale {scale:g}, skipped {skipped}")
 
     if history["skipped"] != [1] * EPOCHS:
-        raise SystemExit("One step of every epoch should have been skipped.")
+        raise SystemExit("One step in every epoch should have been skipped.")
     if not loss < 0.2:
         raise SystemExit("The network has not learned.")
 

@@ -1,7 +1,7 @@
-"""LBFGS, which evaluates the loss several times in a step, in float16.
+"""LBFGS in float16, which evaluates the loss several times per step.
 
-The closure calls scaler.backward(loss) where it would have called loss.backward(). All evaluations
-of a step have one scale, and if one of them overflows, the whole step is undone.
+The closure calls scaler.backward(loss) instead of loss.backward(). All evaluations of a step have
+the same scale, and if one of them overflows, the whole step is undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     targets = torch.sin(inputs)
     net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=10, line_search_fn="strong_wolfe")
-    # High enough to overflow, to show that the scale finds its place.
+    # So high that the first steps overflow and the scale falls.
     scaler = GradScaler(device, init_scale=2.0**22)
 
     def loss_of() -> Tensor:
@@ -46,7 +46,7 @@ def main() -> None:
     print(f"loss {first:.3g} -> {last:.3g} in {num_applied} steps, {skipped} undone")
     print(f"scale {scaler.get_scale():g}")
     if not 0 < skipped < STEPS:
-        raise SystemExit("The first steps should have overflowed, and the others not.")
+        raise SystemExit("Only the first steps should have overflowed.")
     if not last < 0.02 * first:
         raise SystemExit("LBFGS has not converged.")
 

@@ -1,7 +1,7 @@
 """LoRA on a model in float16: a frozen base and trainable adapters, both float16.
 
 torch.amp.GradScaler does not unscale float16 gradients. With MixedPrecision the adapters become
-float32 and the base stays as it was loaded: float16, and not one bit of it moves.
+float32, and the base stays in float16 and is not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANK = 8
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a correction of low rank, which begins at zero."""
+    """A frozen layer and a low-rank update, which is zero at first."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Adapted(nn.Module):
 
 
 def pretrained(images: Tensor) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-    """The layers of a network that draws the digits it is shown."""
+    """The layers of an autoencoder for images of digits."""
     sizes = ((64, 128), (128, 32), (32, 64))
     first, second, third = (nn.Linear(*size, device=images.device) for size in sizes)
     net = nn.Sequential(first, nn.ReLU(), second, third)
@@ -53,14 +53,14 @@ def main() -> None:
     images = load_digits().to(device)
     first, second, third = pretrained(images)
     model = nn.Sequential(Adapted(first), nn.ReLU(), Adapted(second), Adapted(third))
-    model.to(device).half()  # as if it had been loaded in float16, adapters and all
+    model.to(device).half()  # as if it had been loaded in float16, with the adapters
     adapters = [each for each in model.parameters() if each.requires_grad]
     base = [each for each in model.parameters() if not each.requires_grad]
     before = [each.clone() for each in base]
     optimizer = torch.optim.AdamW(adapters, lr=3e-3)
 
     def loss_of(batch: Tensor) -> Tensor:
-        """Of drawing digits upside down, which the base was never asked to do."""
+        """The loss of drawing digits upside down, for which the base was not trained."""
         with torch.autocast(device, dtype=torch.float16):
             outputs = model(batch)
         return mse_loss(outputs.float(), batch.flip(1))
@@ -75,7 +75,7 @@ def main() -> None:
         raise SystemExit("torch.amp.GradScaler was expected to refuse float16 gradients.")
     optimizer.zero_grad()
 
-    mp = MixedPrecision(model, optimizer, "fp16")  # the one line
+    mp = MixedPrecision(model, optimizer, "fp16")  # the only line of gradscale
     start = loss_of(images).item()
     for _ in range(STEPS):
         mp.backward(loss_of(images[torch.randint(len(images), (BATCH,))]))
@@ -85,9 +85,9 @@ def main() -> None:
     frozen, trained = base[0].dtype, adapters[0].dtype
     print(f"gradscale: loss {start:.4f} -> {end:.4f}, base {frozen}, adapters {trained}")
     if not all(torch.equal(now, then) for now, then in zip(base, before, strict=True)):
-        raise SystemExit("The base has moved.")
+        raise SystemExit("The weights of the base have changed.")
     if (frozen, trained) != (torch.float16, torch.float32):
-        raise SystemExit("Base or adapters are in another format than they should be.")
+        raise SystemExit("The base or the adapters have the wrong format.")
     if not end < 0.3 * start:
         raise SystemExit("The adapters have not learned.")
 

@@ -1,7 +1,7 @@
 """MixedPrecision: one object for formats, scale, clipping, skipping, scheduler and accumulation.
 
-An autoencoder learns to draw 1,797 handwritten digits through four numbers each. Weights and passes
-are float16, with float32 masters, and every step is the mean of four micro-batches.
+An autoencoder compresses 1,797 images of handwritten digits to four numbers each. Weights and
+passes are float16, with float32 masters, and every step uses the mean of four micro-batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
     mp = MixedPrecision(model, optimizer, "fp16-master")  # or "fp16", "bf16", "fp32", ...
-    mp.follow(scheduler)  # moves after applied steps alone
+    mp.follow(scheduler)  # stepped after applied steps only
 
     def loss_of(batch: Tensor) -> Tensor:
         with mp.autocast():
@@ -52,8 +52,8 @@ def main() -> None:
             for micro in images[torch.randint(len(images), (MICRO_BATCHES, BATCH))]:
                 mp.backward(loss_of(micro))
         outcome = mp.step(clip_norm=1.0)
-        applied += outcome.applied  # on the device: nothing waits
-    mp.flush()  # the scheduler catches up with the last step
+        applied += outcome.applied  # on the device, without waiting for it
+    mp.flush()  # steps the scheduler for the last step
     with torch.no_grad():
         last = loss_of(unseen).item()
     mean = mse_loss(images.mean(dim=0).expand_as(unseen), unseen).item()
@@ -63,7 +63,7 @@ def main() -> None:
     print(f"{int(applied)} of {STEPS} steps applied, scale {mp.scaler.get_scale():g}")
     print(f"loss on unseen digits {first:.4f} -> {last:.4f}; the mean image has {mean:.4f}")
 
-    exported = mp.float32_model_state()  # the masters, for a model that is not cast
+    exported = mp.float32_model_state()  # the masters, for a float32 model
     plain = autoencoder().to(device)
     plain.load_state_dict(exported)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def main() -> None:
     if scheduler.last_epoch != int(applied):
         raise SystemExit("The scheduler has not followed the steps.")
     if formats != ["torch.float16", "torch.float32"] or not gap < 1e-3:
-        raise SystemExit("The weights are not what they should be.")
+        raise SystemExit("The weights have the wrong formats or values.")
     if not last < 0.5 * mean:
         raise SystemExit("The network has not learned.")
 

@@ -1,4 +1,4 @@
-"""Pipeline parallel: the loss is scaled where it is made, and the flag reaches every stage.
+"""Pipeline parallel: the last stage scales the loss, and all stages skip the same steps.
 
 torchrun --nproc-per-node 2 examples/pipeline.py # or plain python, which starts two ranks
 """
@@ -22,7 +22,7 @@ STEPS = 30
 
 
 class Half(nn.Module):
-    """A stage that computes in float16 and hands on float32."""
+    """A stage that computes in float16 and returns float32."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ def train(cuda: bool) -> None:
     layers = [nn.Linear(8, 32), nn.GELU()] if rank == 0 else [nn.Linear(32, 1)]
     stage = Half(*layers).to(device)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2, fused=True)
-    # Stages hold different parameters in plain tensors, which does not show: so it is said.
+    # Stages hold different parameters in plain tensors, which the scaler cannot detect.
     scaler = GradScaler(device.type, policy=gs.Headroom(), groups=Shards(dist.group.WORLD))
     losses: list[Tensor] = []
 
     def scaled_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Called for every micro-batch, on the last stage alone."""
+        """Called for every micro-batch, on the last stage only."""
         loss = nn.functional.mse_loss(outputs, targets)
         losses.append(loss.detach())
         scaled: Tensor = scaler.scale(loss)
@@ -69,9 +69,9 @@ def train(cuda: bool) -> None:
     found: list[object] = [None, None]
     dist.all_gather_object(found, (applied, scaler.get_scale()))
     if found[0] != found[1]:
-        raise SystemExit("The stages have gone different ways.")
+        raise SystemExit("The stages have different results.")
     if applied != [step != 10 for step in range(STEPS)]:
-        raise SystemExit("Step 10 should have been skipped, and no other.")
+        raise SystemExit("Step 10, and no other step, should have been skipped.")
     if rank == 1:
         print(f"2 stages, step 10 skipped by both, loss {torch.stack(losses[-4:]).mean():.3f}")
 
@@ -79,8 +79,8 @@ def train(cuda: bool) -> None:
 def main() -> None:
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= 2
     dist.init_process_group("nccl" if cuda else "gloo")
-    # In a function of its own: when it returns, nothing but torch holds a group, so that this ends
-    # gloo's threads. One that is still there when the interpreter ends can abort the process.
+    # A separate function: when it returns, only torch refers to the group, so destroying the group
+    # ends gloo's threads. A thread that runs when the interpreter exits can abort the process.
     train(cuda)
     dist.barrier()
     dist.destroy_process_group()

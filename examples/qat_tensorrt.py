@@ -1,6 +1,6 @@
 """Quantization-aware training in float16, exported for TensorRT: INT8 with learned step sizes.
 
-A net learns by how many quarters a digit is turned. docs/how-to/quantize.md has more about it.
+A network learns by how many quarter turns a digit is rotated. See docs/how-to/quantize.md.
 """
 
 import warnings
@@ -22,7 +22,7 @@ BATCHES = ({0: torch.export.Dim("batch")},)
 
 
 def int8(observer: type, scheme: torch.qscheme, **more: int) -> QuantizationSpec:
-    """Symmetric INT8, as TensorRT wants it, with a step size that is learned."""
+    """Symmetric INT8, as TensorRT requires, with a learned step size."""
     fake = pt2e.LearnableFakeQuantize.with_args(observer=observer, use_grad_scaling=True)
     return QuantizationSpec(torch.int8, fake, -127, 127, scheme, **more)
 
@@ -64,12 +64,12 @@ def fit(model: nn.Module, steps: int, lr: float, half: bool = False) -> float:
 
 
 def quantized(net: nn.Module) -> torch.fx.GraphModule:
-    """A copy of `net` with fake quantizers, whose step sizes begin at what the images need."""
+    """A copy of `net` with fake quantizers, with step sizes that are calibrated with the images."""
     inputs, _ = turned(IMAGES)
     graph = torch.export.export(deepcopy(net), (inputs,), dynamic_shapes=BATCHES)
     model = prepare_qat_pt2e(graph.module(), TensorRTQuantizer())
     for module in model.modules():
-        if isinstance(module, pt2e.LearnableFakeQuantize):  # its kernels take float32 alone
+        if isinstance(module, pt2e.LearnableFakeQuantize):  # its kernels support only float32
             module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
     model(inputs)
     return model.apply(pt2e.enable_range_learning)
@@ -84,7 +84,9 @@ def main(seed: int = 0, steps: int = 1000) -> None:
     scores = fit(quantized(net), steps // 6, 0.02), fit(half, steps // 6, 0.02, half=True)
     inputs, _ = turned(UNSEEN)
     expected = half(inputs).detach().numpy()
-    warnings.simplefilter("ignore", FutureWarning)  # the exporter uses what torch has deprecated
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # the exporter uses deprecated functions of torch
     final = torch.export.export(convert_pt2e(half), (inputs,), dynamic_shapes=BATCHES)
     program = torch.onnx.export(final, verbose=False).model_proto  # type: ignore[union-attr]
     session = InferenceSession(program.SerializeToString())  # onnx.save(program, "digits.onnx")

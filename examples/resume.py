@@ -1,8 +1,8 @@
-"""A run that is killed and resumed ends bit for bit where an undisturbed run ends.
+"""A run that is killed and resumed gives bit for bit the results of an uninterrupted run.
 
-A child process trains and is killed with SIGKILL at whatever moment that catches it. The run then
-goes on from the last checkpoint, which is whole at any time: checkpoint.save() writes a new file
-and then replaces the old one with it.
+A child process trains and is killed with SIGKILL at an arbitrary moment. The run is then resumed
+from the last checkpoint, which is always complete: checkpoint.save() writes a new file and then
+replaces the old one with it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SAVE_EVERY = 20
 
 
 def train(path: Path) -> None:
-    """To the end, from the checkpoint at `path` if there is one."""
+    """Trains to the end, from the checkpoint at `path` if there is one."""
     torch.manual_seed(0)
-    random.seed(0)  # its state is in the checkpoint as well
+    random.seed(0)  # its state is also in the checkpoint
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net = nn.Sequential(
         *(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
     )
     optimizer = torch.optim.AdamW(net.to(device).parameters(), lr=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
-    # A rule that overflows every now and then, so that there is something to go on with.
+    # A policy that overflows from time to time, so that its state changes.
     mp = MixedPrecision(net, optimizer, "fp16-master", policy=gs.Dynamic(growth_interval=25))
-    mp.follow(scheduler)  # and saves it
+    mp.follow(scheduler)  # its state is saved, too
 
     start = 0
     if path.exists():
@@ -81,7 +81,7 @@ def main() -> None:
         child.kill()
         child.join()
         if child.exitcode != -signal.SIGKILL:
-            raise SystemExit("The child came to its end before it was killed.")
+            raise SystemExit("The child finished before it was killed.")
         print(f"killed when {checkpoint.load(broken)['step']} of {STEPS} steps were saved")
 
         train(broken)
@@ -90,7 +90,7 @@ def main() -> None:
         if not same(left, right):
             raise SystemExit("The two runs differ.")
         if not 0 < applied < STEPS:
-            raise SystemExit("Some steps should have overflowed, and not all.")
+            raise SystemExit("Some steps, but not all, should have overflowed.")
     print(f"resumed: after {applied} applied steps everything is equal, bit for bit")
 
 

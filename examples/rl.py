@@ -1,4 +1,4 @@
-"""Policy gradients in float16, a few hundred updates, and no collected episode is ever lost.
+"""Policy gradients in float16: a few hundred updates, and no collected episode is lost.
 
 Walkers learn the shortest way through a grid. In one batch of ten a step costs five hundred
 times as much, so gradients overflow: mp.run() computes such a batch again at a lower scale.
@@ -27,20 +27,20 @@ MOVES = ((0, 1), (1, 0), (0, -1), (-1, 0))
 
 class Episodes(NamedTuple):
     seen: Tensor
-    """Where the walkers were, at every step, one-hot."""
+    """The positions of the walkers at every step, one-hot."""
     chosen: Tensor
     awake: Tensor
-    """Whether a walker had not arrived yet."""
+    """Whether a walker had not reached the goal yet."""
 
     @property
     def steps(self) -> Tensor:
-        """How many steps each walker took."""
+        """The number of steps of each walker."""
         return self.awake.float().sum(dim=0)
 
 
 @torch.no_grad()
 def collect(policy: nn.Module, device: str) -> Episodes:
-    """Episodes from one corner towards the opposite one, by the policy as it is."""
+    """Episodes from one corner to the opposite corner, with the current policy."""
     moves = torch.tensor(MOVES, device=device)
     place = torch.zeros(WALKERS, 2, dtype=torch.long, device=device)
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -74,7 +74,7 @@ def main() -> None:
     for update in range(1, UPDATES + 1):
         episodes = collect(policy, device)
         price = DEAR if update % DEAR_EVERY == 0 else 1.0
-        # Clipped, so that a dear batch moves the policy no further than any other.
+        # Clipped, so that an expensive batch does not change the policy more than others.
         outcome = mp.run(partial(loss_of, episodes, price), retries=2, clip_norm=1.0)
         lost += not outcome.applied
         if outcome.earlier:

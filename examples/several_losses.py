@@ -1,8 +1,8 @@
 """A loss with a scale of its own: a tiny auxiliary loss and a main loss, on one shared trunk.
 
-The main loss can bear only a small scale. At that scale all gradients of the auxiliary loss are
-smaller than anything float16 can hold, and its head learns nothing. A loss_id gives it its own
-scale, and its gradients are brought to the common scale in float32.
+The main loss overflows at any but a small scale. At that scale all gradients of the auxiliary loss
+underflow in float16, and its head learns nothing. A loss_id gives the auxiliary loss its own scale,
+and its gradients are converted to the common scale in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Result(NamedTuple):
     zeros: float
     """Share of the auxiliary head's gradients that were zero, over all steps."""
     error: float
-    """Of the auxiliary head, where 1 is that of a head that says nothing."""
+    """The loss of the auxiliary head; 1 is the loss of a constant output."""
 
 
 def train(loss_id: int | str) -> Result:
@@ -36,7 +36,7 @@ def train(loss_id: int | str) -> Result:
     head = nn.Linear(32, 1, device=device)
     auxiliary_head = nn.Linear(32, 1, device=device)
     parameters = [*trunk.parameters(), *head.parameters(), *auxiliary_head.parameters()]
-    # Adam's default eps of 1e-8 would swallow such gradients, whatever their scale was.
+    # Such gradients are small compared with Adam's default eps of 1e-8, whatever the scale.
     optimizer = torch.optim.Adam(parameters, lr=0.02, eps=1e-20, fused=True)
     scaler = GradScaler(device, growth_interval=10)
     zeros = torch.zeros((), device=device)
@@ -50,7 +50,7 @@ def train(loss_id: int | str) -> Result:
         loss = MAIN * mse_loss(outputs.float(), inputs.sum(dim=1, keepdim=True))
         error = mse_loss(auxiliary_outputs.float(), inputs[:, :1])
 
-        # The second pass goes through the same trunk, so the first has to leave its graph.
+        # The second pass uses the same trunk, so the first pass must retain the graph.
         scaler.backward(loss, retain_graph=True)
         scaler.backward(AUXILIARY * error, loss_id=loss_id)
         if auxiliary_head.weight.grad is not None:
@@ -69,9 +69,9 @@ def main() -> None:
             f"zero gradients {result.zeros:4.0%}, error of the auxiliary head {result.error:.2f}"
         )
     if one.zeros < 0.9 or two.zeros > 0.2:
-        raise SystemExit("Gradients should vanish with one scale, and not with two.")
+        raise SystemExit("Gradients should vanish with one scale, but not with two.")
     if not two.error < 0.2 < one.error:
-        raise SystemExit("The auxiliary head should learn with a scale of its own, and only then.")
+        raise SystemExit("The auxiliary head should learn only with a scale of its own.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """LoRA with the Trainer of Transformers: a frozen base in float16, adapters in float32.
 
-PEFT makes the adapters of a float16 model float32; fp16=True runs both in float16. use_gradscale()
-is the one line that is ours: on a CPU, too, where the Trainer by itself would train in float32.
+PEFT makes the adapters of a float16 model float32, and fp16=True runs both in float16. Only the
+line with use_gradscale() is added. It also works on a CPU, where the Trainer alone would train in
+float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WORDS = 32
 
 
 def sentences(count: int) -> list[dict[str, Tensor]]:
-    """Texts in which every word is the third after that before it."""
+    """Texts in which each word follows the previous one by three places."""
     rows = (torch.randint(WORDS, (count, 1)) + 3 * torch.arange(16)) % WORDS
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -68,7 +69,7 @@ def main() -> None:
             dataloader_pin_memory=torch.cuda.is_available(),
         )
         trainer = Trainer(model, settings, train_dataset=sentences(16 * STEPS))
-        use_gradscale(trainer, policy=gs.for_short_runs())  # the one line
+        use_gradscale(trainer, policy=gs.for_short_runs())  # the only line of gradscale
         trainer.train()
 
     logs = [each for each in trainer.state.log_history if "loss" in each]
@@ -79,7 +80,7 @@ def main() -> None:
         if param.requires_grad != (param.dtype == torch.float32):
             raise SystemExit(f"{name} is {param.dtype}.")
         if not param.requires_grad and not torch.equal(param, base[name]):
-            raise SystemExit(f"{name}, of the base, has moved.")
+            raise SystemExit(f"{name}, of the base, has changed.")
     if not end < 0.5 * start:
         raise SystemExit("The adapters have not learned.")
 

@@ -1,7 +1,7 @@
-"""Two calls a step, backward() and apply(), with accumulation, clipping, scheduler and average.
+"""Two calls per step, backward() and apply(), with accumulation, clipping, scheduler and average.
 
-The batch of step 30 overflows float16: its step is skipped, the scheduler and the average do not
-move, and the outcome names the parameters to blame.
+The batch of step 30 overflows float16: its step is skipped, the scheduler and the average are not
+updated, and the outcome names the parameters whose gradients are not finite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
     scaler = GradScaler(device, init_scale=2.0**12)
     scaler.name(net)
-    # Both move after applied steps only, and nothing waits for the device to find out.
+    # Both are called after applied steps only, without waiting for the device.
     scaler.follow(scheduler, lambda: average.update_parameters(net))
 
     losses: list[float] = []
@@ -38,20 +38,20 @@ def main() -> None:
             targets = inputs.sum(dim=1, keepdim=True) * (300 if step == BAD_STEP else 1.0)
             with torch.autocast(device, dtype=torch.float16):
                 outputs = net(inputs)
-            # Divided, so that the gradients that add up are those of the mean.
+            # Divided, so that the sum of the gradients is that of the mean loss.
             loss = nn.functional.mse_loss(outputs.float(), targets) / MICRO_BATCHES
             scaler.backward(loss)
             total += loss.detach()
         outcome = scaler.apply(optimizer, clip_norm=1.0)
 
-        # Reading an outcome waits for the device; a real loop does so now and then.
+        # Reading an outcome waits for the device; a real loop does so only occasionally.
         if outcome.applied:
             losses.append(total.item())
         else:
             names = ", ".join(culprit.name for culprit in outcome.culprits())
             print(f"step {step} skipped: {outcome.verdict()}, in {names}")
 
-    scaler.flush()  # the followers catch up with the last step
+    scaler.flush()  # calls the followers for the last step
     rate = optimizer.param_groups[0]["lr"]
     moved = int(average.n_averaged)
     print(f"{len(losses)} of {STEPS} steps applied, loss {losses[0]:.3g} -> {losses[-1]:.3g}")
@@ -59,7 +59,7 @@ def main() -> None:
     print(f"scale {scaler.get_scale():g}, events {scaler.history}")
 
     if len(losses) != STEPS - 1 or moved != len(losses) or scheduler.last_epoch != len(losses):
-        raise SystemExit("A step was skipped or followed that should not have been.")
+        raise SystemExit("The wrong steps were skipped or followed.")
     if not losses[-1] < 0.2 * losses[0]:
         raise SystemExit("The network has not learned.")
 

@@ -49,15 +49,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="arena", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--size", choices=SIZES, default=SIZES[0])
-    parser.add_argument("--trainings", nargs="*", default=[], help="parts of their names")
     parser.add_argument(
-        "--arms", nargs="*", default=[], help=f"parts of their names; {tasks.SEARCH!r}: the search"
+        "--trainings", nargs="*", default=[], help="only trainings whose names contain one of these"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="how many")
-    parser.add_argument("--first-seed", type=int, default=0, help="the search is done with seed 0")
-    parser.add_argument("--steps", type=int, help="instead of those of the training")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that run at a time")
-    parser.add_argument("--limit", type=float, help="seconds after which no run starts")
+    parser.add_argument(
+        "--arms",
+        nargs="*",
+        default=[],
+        help=f"only arms whose names contain one of these; {tasks.SEARCH!r}: the search",
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="first seed; the search uses seed 0"
+    )
+    parser.add_argument("--steps", type=int, help="steps, in place of those of the training")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
+    parser.add_argument("--limit", type=float, help="seconds after which no new run is started")
     parser.add_argument("--missing", action="store_true", help="only what has no row yet")
     parser.add_argument("--time", action="store_true", help="time steps after the runs")
     parser.add_argument("--starts", action="store_true", help="short runs from many first scales")

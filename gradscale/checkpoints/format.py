@@ -54,8 +54,9 @@ def write(saved: Saved) -> dict[str, Any]:
         lost = any(others) or saved.patience is not None
         if lost or not TORCH_SETTINGS.keys() <= saved.settings.keys():
             raise StateError(
-                "A state without a policy is written with torch's keys alone, and this one has "
-                "other fields, or lacks some: load it into a scaler, and write that scaler's state."
+                "A state without a policy can have only torch's keys, but this state has other "
+                "keys or lacks some of them. Load it into a scaler and save the state_dict() of "
+                "that scaler."
             )
         return checkpoint
     block: dict[str, Any] = {
@@ -78,8 +79,9 @@ def read(checkpoint: Mapping[str, Any]) -> Saved:
         raise StateError(f"The state must be a dict, got {type(checkpoint).__name__}.")
     if not checkpoint:
         raise StateError(
-            "The state is empty: it was probably saved by a scaler with enabled=False. Nothing was "
-            "loaded; go on with this scaler as it is, or build it with enabled=False as well."
+            "The state is empty: it was probably saved by a scaler with enabled=False. Nothing "
+            "was loaded. Continue with this scaler as it is, or create it with enabled=False as "
+            "well."
         )
     missing = [key for key in TORCH_KEYS if key not in checkpoint]
     inner = getattr(checkpoint.get("loss_scaler"), "state_dict", None)
@@ -115,8 +117,8 @@ def _read_block(block: Any) -> Saved:
     version, policy = block["version"], block["policy"]
     if type(version) is not int or version != VERSION:
         raise StateError(
-            f"The state has version {version!r}; this gradscale reads version "
-            f"{VERSION}. Load it with the gradscale that wrote it."
+            f"The state has version {version!r}, but this version of gradscale reads version "
+            f"{VERSION}. Load it with the version of gradscale that saved it."
         )
     if not isinstance(policy, str):
         raise StateError(f"The state's policy must be a name, got {policy!r}.")
@@ -146,8 +148,8 @@ def _losses(policy: str, pairs: list[Any]) -> tuple[tuple[int | str, dict[str, A
         loss_id, fields = pair
         if type(loss_id) not in {int, str} or loss_id == 0 or loss_id in losses:
             raise StateError(
-                "The state's losses must each have an id of its own, a whole number but not 0, or "
-                f"a string: got {loss_id!r}."
+                "Each loss of the state must have its own id, a string or a whole number other "
+                f"than 0, got {loss_id!r}."
             )
         of = f"losses, id {loss_id!r}: "
         rest = dict(_dict(f"{of}fields", fields))
@@ -165,7 +167,7 @@ def _list(key: str, value: Any) -> list[Any]:
 
 def _dict(key: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise StateError(f"The state's {key} must be a dict by names, got {value!r}.")
+        raise StateError(f"The state's {key} must be a dict with strings as keys, got {value!r}.")
     return value
 
 

@@ -145,7 +145,7 @@ def _keras_numbered(named: dict[str, Any]) -> Saved | None:
     # Unlike those of the inner optimizer: a learning rate that is never used.
     if number(rate) != 0:
         raise StateError(
-            "The state looks like variables of Keras', but not like those of a "
+            "The state looks like the variables of a Keras optimizer, but not like those of a "
             f"LossScaleOptimizer, whose variable 1 is 0: got {rate!r:.80}."
         )
     return Saved(None, {}, _state("Keras", named, "3", "2"), {})
@@ -173,7 +173,9 @@ def _variables(peer: str, named: dict[str, Any], scale: str, good: str) -> Saved
         return None
     for name, found in zip((scale, good), _take(peer, paths, scale, good), strict=True):
         if len(found) > 1:
-            raise StateError(f"The state has several {name}, keep one: {sorted(found)}.")
+            raise StateError(
+                f"The state has more than one {name}: {sorted(found)}. Keep only one of them."
+            )
     keys = {"growth_interval": "dynamic_growth_steps", "init_scale": "initial_scale"}
     state = _state(peer, named, paths[scale][0], paths[good][0])
     return Saved(None, _settings(peer, named, **keys), state, {})

@@ -34,13 +34,13 @@ def policy_of(saved: Saved, present: Policy) -> Policy:
             return dataclasses.replace(present, exact=False, **saved.settings)
     except KeyError:
         raise StateError(
-            f"The state's policy {saved.policy!r} is none of {', '.join(POLICIES)}."
+            f"The state's policy must be one of {', '.join(POLICIES)}, got {saved.policy!r}."
         ) from None
     except (SettingError, TypeError) as error:
         raise StateError(f"The settings of the state are damaged: {error}") from None
     raise StateError(
-        f"The state is of a scaler that moves, and this scaler's policy is {present}. "
-        "Load it with settings=False to take its scale alone."
+        "The state was saved by a scaler whose scale changes, but this scaler's policy is "
+        f"{present}. Pass settings=False to load only the scale."
     )
 
 
@@ -53,7 +53,9 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
     older = set(getattr(policy, "added", ())) - set(fields)
     if strict and odd - older:
         names = ", ".join(sorted(odd))
-        raise StateError(f"The state has not the fields of {type(policy).__name__}: check {names}.")
+        raise StateError(
+            f"The state does not have the fields of {type(policy).__name__}. Check {names}."
+        )
     known = {name: value for name, value in fields.items() if name in first._fields}
     for name, value in known.items():
         if isinstance(getattr(first, name), int) and not isinstance(value, int):
@@ -65,7 +67,8 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
         scale = min(max(scale, policy.min_scale), policy.max_scale)
     if scale != state.scale:
         warnings.warn(
-            f"The loaded scale {state.scale} is outside min_scale and max_scale: now {scale}.",
+            f"The loaded scale {state.scale} is outside the range from min_scale to max_scale and "
+            f"was clamped to {scale}.",
             stacklevel=caller_level(),
         )
     return state._replace(scale=scale)

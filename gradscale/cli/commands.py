@@ -73,32 +73,36 @@ def reported(extra: str) -> Iterator[None]:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = DEMO_STEPS,
+    steps: Annotated[int, typer.Option(help="Number of steps of each run.")] = DEMO_STEPS,
     output: Annotated[
-        Path, typer.Option(help="Where the picture goes: a .png, .svg or .pdf file.")
+        Path, typer.Option(help="File for the picture, with the ending .png, .svg or .pdf.")
     ] = Path("gradscale-demo.png"),
     html: Annotated[
         Path | None,
         typer.Option(
-            help="Where the report page of the run with gradscale and NaN batches goes; by default "
-            "none is written."
+            help="File for the report page of the run with gradscale and NaN batches. By default, "
+            "no page is written."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the batches.")] = 0,
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help=f"{QUICK_STEPS} steps: too few to show anything, and no error."
+            "--quick",
+            help=f"Run {QUICK_STEPS} steps, too few for a result, and exit with status 0.",
         ),
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="torch or jax: what trains. The weights and batches are the same.")
+        str,
+        typer.Option(
+            help="Framework for the training, torch or jax. Weights and batches are the same."
+        ),
     ] = "torch",
 ) -> None:
-    """Train one small network on the CPU in float32 and float16, with torch's scaler and with ours.
+    """Train a small network on the CPU in float32 and float16, with torch's scaler and gradscale.
 
     Prints a table and the result, and writes a picture. Takes about a minute. Exits with status 1
-    if the runs do not show the result.
+    if the runs do not show the expected result.
     """
     with reported("demo"):
         from gradscale.demo import digits, picture, summary, train
@@ -129,7 +133,7 @@ def demo(
     console.print(f"\n{escape(result.sentence)}", style="bold")
     if not result.holds and not quick:
         error = Console(stderr=True, soft_wrap=True, highlight=False)
-        error.print("Error: these runs do not show the result of the demo; see the line above.")
+        error.print("Error: the runs do not show the expected result; see the line above.")
         raise typer.Exit(1)
 
 
@@ -137,23 +141,23 @@ def demo(
 def simulate(
     histories: Annotated[
         list[str] | None,
-        typer.Argument(help="Kinds of made-up histories, or CSV files; all kinds by default."),
+        typer.Argument(help="Kinds of synthetic histories, or CSV files. Default: all kinds."),
     ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="A policy with settings that differ from its defaults, such as "
-            "'Headroom(margin=3)'; may be given several times."
+            help="Policy with the settings that differ from its defaults, such as "
+            "'Headroom(margin=3)'. Can be repeated."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of a made-up history.")] = 2000,
-    runs: Annotated[int, typer.Option(help="Runs of each made-up history.")] = 500,
-    seed: Annotated[int, typer.Option(help="Seed of made-up histories.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    steps: Annotated[int, typer.Option(help="Number of steps of a synthetic history.")] = 2000,
+    runs: Annotated[int, typer.Option(help="Number of runs of each synthetic history.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic histories.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run policies on recorded or made-up histories of gradients, without a GPU.
+    """Run policies on recorded or synthetic histories of gradients, without a GPU.
 
-    Prints the means over all runs, for every history and policy.
+    Prints the means over all runs for each history and policy.
     """
     with reported("simulate"):
         from gradscale.simulate import compare
@@ -174,9 +178,9 @@ def simulate(
 
 @app.command()
 def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Print versions, frameworks, which devices use kernels and why, and missing packages."""
+    """Print versions, the path of each device with the reason, and missing packages."""
     facts = gather()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -197,8 +201,8 @@ def info(
             table.add_row(*(escape(found[key]) for key in ("device", "name", "path", "why")))
         console.print(table)
     for extra, names in facts["missing"].items():
-        lacks = f'lacks {", ".join(names)}: pip install "gradscale[{extra}]"'
-        console.print(escape(f"extra {extra}: {lacks if names else 'complete'}"))
+        missing = f'missing {", ".join(names)}: pip install "gradscale[{extra}]"'
+        console.print(escape(f"extra {extra}: {missing if names else 'complete'}"))
 
 
 def read_run(path: Path) -> Run:
@@ -219,18 +223,21 @@ def name_of(path: Path) -> str:
 
 @app.command()
 def report(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder or file of a run log.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="Folder or file of a run log.")],
     html: Annotated[
         Path | None,
-        typer.Option(help="Where the page goes; by default into RUN, as report.html."),
+        typer.Option(help="File for the page. Default: report.html in RUN."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; a page is written only with --html.")
+        bool,
+        typer.Option(
+            "--json", help="Print JSON instead of tables. Writes a page only with --html."
+        ),
     ] = False,
 ) -> None:
-    """Print what happened in a run and what to do about it, and write one HTML page.
+    """Print the findings and numbers of a run, and write them to one HTML page.
 
-    The page holds everything and asks no host for anything.
+    The page is self-contained and loads nothing from the network.
     """
     with reported("report"):
         run = read_run(path)
@@ -250,14 +257,16 @@ def report(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="A run log.")],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another.")],
-    html: Annotated[
-        Path, typer.Option(help="Where the page goes: both runs over each other.")
-    ] = Path("gradscale-compare.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and write no page.")] = False,
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder or file of the first run log.")
+    ],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Folder or file of the second.")],
+    html: Annotated[Path, typer.Option(help="File for the page with both runs.")] = Path(
+        "gradscale-compare.html"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and write no page.")] = False,
 ) -> None:
-    """Print two runs side by side, and write a page with both."""
+    """Print two runs side by side, and write an HTML page with both."""
     with reported("report"):
         runs = read_run(first), read_run(second)
         names = name_of(first), name_of(second)
@@ -278,25 +287,27 @@ def compare(
 def run(
     context: typer.Context,
     command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="As after `python`.")
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]", help="Script and its arguments, as for `python`."),
     ],
     module: Annotated[
-        bool, typer.Option("-m", help="SCRIPT is the name of a module, as in `python -m`.")
+        bool, typer.Option("-m", help="Run SCRIPT as a module, as `python -m` does.")
     ] = False,
     log: Annotated[
         Path | None,
-        typer.Option(help="The folder of the log; by default a new one in gradscale-runs."),
+        typer.Option(help="Folder of the log. Default: a new folder in gradscale-runs."),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="The rule of scalers that choose none, such as headroom.")
+        str | None, typer.Option(help="Policy of scalers that set none, such as headroom.")
     ] = None,
     panel: Annotated[
-        bool, typer.Option("--panel/--no-panel", help="Show scale, headroom and skips meanwhile.")
+        bool,
+        typer.Option("--panel/--no-panel", help="Show scale, headroom and skips during the run."),
     ] = True,
 ) -> None:
     """Run a training script with gradscale in place of torch's GradScaler or Apex, and log it.
 
-    The script stays as it is. Options come before its name; what follows are its own arguments.
+    The script is not changed. Options come before its name; what follows are its arguments.
     """
     if policy is not None:
         with reported("torch"):

@@ -128,10 +128,10 @@ def run(program: str, argument: str, what: str) -> Run:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return Run([], f"{what} takes longer than {TIMEOUT:g} s")
+        return Run([], f"{what} took longer than {TIMEOUT:g} s")
     lines = done.stdout.splitlines()
     if done.returncode < 0:
-        return Run(lines, f"{what} ends the process ({signal.Signals(-done.returncode).name})")
+        return Run(lines, f"{what} ended the process ({signal.Signals(-done.returncode).name})")
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         return Run(lines, said[-1])
@@ -166,7 +166,7 @@ def path(packages: Mapping[str, Package], devices: Sequence[Device]) -> dict[str
         return {"name": "none", "why": "gradscale.torch needs torch"}
     gpus = [device for device in devices if device.device.startswith(("cuda", "any"))]
     if not gpus:
-        return {"name": "reference", "why": "torch finds no CUDA device, which the kernels need"}
+        return {"name": "reference", "why": "the kernels need a CUDA device, and torch finds none"}
     used = [gpu.device for gpu in gpus if gpu.path == "triton"]
     if not used:
         return {"name": gpus[0].path, "why": gpus[0].why}
@@ -184,7 +184,7 @@ def use_of(
         return f"{'used' if chosen['name'] == 'triton' else 'not used'}: {chosen['why']}"
     if is_installed(f"gradscale.{package.name}"):
         return f"engine gradscale.{package.name}"
-    return "policies only: this version has no engine for it"
+    return "policies only: there is no engine for it"
 
 
 def gather() -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Recorder:
             if self._panel is not None:
                 scaler.log_to(self._panel.take)
         except (ValueError, OSError) as error:  # a training must not end for its log
-            say(f"no log of scaler {self._scalers}: {error}")
+            say(f"scaler {self._scalers} is not logged: {error}")
 
     def finish(self) -> None:
         """Says where the log is, at the end of the process."""
@@ -123,11 +123,11 @@ class Recorder:
         name = self._script.command[0]
         if not self._scalers:
             say(
-                f"{name} made no GradScaler of torch.amp, and used no apex.amp, in this process: "
-                "there is nothing to log."
+                f"{name} created no torch.amp.GradScaler and did not use apex.amp in this process, "
+                "so there is nothing to log."
             )
         elif self._folder is not None:
-            say(f"the log is in {self._folder}: gradscale report {self._folder}")
+            say(f"the log is in {self._folder}. To read it, run: gradscale report {self._folder}")
 
 
 def say(text: str) -> None:

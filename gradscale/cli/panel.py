@@ -74,7 +74,7 @@ class Panel:
     def text(self) -> list[Text]:
         """The lines of the panel."""
         if not self._steps:
-            return [Text("gradscale: no step yet", style="dim"), Text("")]
+            return [Text("gradscale: waiting for the first step", style="dim"), Text("")]
         span = self._times[-1] - self._times[0]
         speed = f"{(len(self._times) - 1) / span:.3g} steps/s" if span > 0 else ""
         room = "-" if self._headroom is None else f"{self._headroom:.1f}"
@@ -86,7 +86,7 @@ class Panel:
         ]
         first = Text("gradscale  ", style="bold")
         first.append("  ".join(part for part in parts if part), style="not bold")
-        return [first, Text(self._finding or "nothing found so far", style="dim")]
+        return [first, Text(self._finding or "no findings so far", style="dim")]
 
     def start(self) -> None:
         """Draws it from now on, in a thread of its own."""

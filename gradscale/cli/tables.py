@@ -18,7 +18,7 @@ def print_findings(console: Console, findings: Sequence[Finding], name: str = "F
     """Prints findings in words, each with its remedy."""
     console.print(f"[bold]{escape(name)}[/bold]")
     if not findings:
-        console.print("Nothing found.")
+        console.print("No findings.")
     for each in findings:
         place = f": {each.where}" if each.where else ""
         seen = "" if each.step is None else f", first at step {each.step:,}"
@@ -57,7 +57,7 @@ def print_summary(
             table.add_row(f"{count:,}", escape(name))
         console.print(table)
     if layers:
-        table = Table("layer, the worst first", "lost", "fewer digits")
+        table = Table("layer (worst first)", "lost", "fewer digits")
         for row in layers:
             table.add_row(
                 escape(row["name"]), share_text(row["lost"]), share_text(row["imprecise"])
@@ -82,4 +82,4 @@ def print_comparison(console: Console, found: Comparison) -> None:
         if findings:
             print_findings(console, findings, name)
     if not (found.only_first or found.only_second or found.both):
-        console.print("Neither run has findings.")
+        console.print("No findings in either run.")

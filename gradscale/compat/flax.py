@@ -189,7 +189,7 @@ def _restored(dynamic_scale: DynamicScale, state: dict[str, Any]) -> DynamicScal
     """`dynamic_scale` with the leaves of `state`, from here or from Flax."""
     if sorted(state) != sorted(_LEAVES):
         raise StateError(
-            f"The state of a DynamicScale has {' and '.join(_LEAVES)}, got {sorted(state)}."
+            f"The state of a DynamicScale must have {' and '.join(_LEAVES)}, got {sorted(state)}."
         )
     return dynamic_scale.replace(**state)
 

@@ -88,8 +88,8 @@ class HostScale:
         policy = policy_of(saved, self.policy) if settings else self.policy
         if type(policy) is not type(self.policy):
             raise StateError(
-                f"The state is of the policy {policy}, and this scaler's policy is {self.policy}. "
-                "Load it with settings=False to take its scale alone."
+                f"The state was saved with the policy {policy}, but this scaler's policy is "
+                f"{self.policy}. Pass settings=False to load only the scale."
             )
         strict = settings and saved.policy is not None
         self.state = patient(state_of(saved.state, policy, strict), saved, policy)
@@ -102,7 +102,7 @@ def checked(policy: Any) -> Policy:
     chosen = as_policy(policy)
     if not isinstance(chosen, Dynamic | Static | Off):
         raise SettingError(
-            "policy must be gs.Dynamic, gs.Static or gs.Off here, because this system reports "
-            f"whether gradients were finite and measures nothing else, got {chosen!r}."
+            "policy must be gs.Dynamic, gs.Static or gs.Off, because this system reports only "
+            f"whether gradients were finite, got {chosen!r}."
         )
     return chosen

@@ -33,8 +33,8 @@ except ImportError as error:
     ) from error
 except AttributeError as error:  # np.bool
     raise ImportError(
-        "MXNet 1.x uses names that numpy 1.24 has removed, and cannot be imported with this numpy: "
-        'pip install "gradscale[mxnet]", which has numpy < 1.24.',
+        "MXNet 1.x uses names that numpy 1.24 removed, so it cannot be imported with the "
+        'installed numpy: pip install "gradscale[mxnet]", which requires numpy < 1.24.',
         name="mxnet",
     ) from error
 
@@ -233,9 +233,9 @@ class LossScaler:
     def _unscale(self, trainer: Any) -> None:
         """Multiplies the gradients by what the trainer would multiply them by."""
         if self._stage != "scaled":
-            state = "no loss was scaled" if self._stage == "ready" else "unscale() was called"
+            state = "no loss was scaled" if self._stage == "ready" else "it was already called"
             raise CallOrderError(
-                f"unscale() was called where {state} since the last step. Call it once per step, "
+                f"unscale() was called, but {state} since the last step. Call it once per step, "
                 "after the backward pass and before Trainer.step() or update()."
             )
         grads = [grad for _, grad in _fresh(trainer._params)]
@@ -300,8 +300,8 @@ def scale_loss(loss: Any, trainer: Any) -> Iterator[Any]:
     scaler = _scaler_of(trainer, "scale_loss()")
     if not autograd.is_recording():
         raise CallOrderError(
-            "scale_loss() was called outside of autograd.record(), so that the multiplication by "
-            "the scale would have no gradient. Move it into the block of autograd.record() in "
+            "scale_loss() was called outside of autograd.record(), so the multiplication by the "
+            "scale would not be differentiated. Call it inside the autograd.record() block in "
             "which the loss is computed."
         )
     if isinstance(loss, list | tuple):
@@ -344,13 +344,13 @@ def _check_kvstore(trainer: Any, policy: Any) -> None:
         trainer._init_kvstore()  # as step() would; only then is it known who updates
     if trainer._update_on_kvstore:
         raise SettingError(
-            "The trainer updates its parameters on the kvstore, before gradients can be checked, "
-            "so that no step could be skipped. Create it with update_on_kvstore=False."
+            "The trainer updates its parameters on the kvstore before the gradients can be "
+            "checked, so steps could not be skipped. Create it with update_on_kvstore=False."
         )
     if trainer._distributed and policy.goes_by:
         raise SettingError(
-            f"policy must go by overflows alone where the kvstore is distributed, got {policy!r}: "
-            "workers may measure gradients before they are summed. Use Dynamic or Static."
+            f"policy must depend only on overflows if the kvstore is distributed, got {policy!r}, "
+            "because workers may measure gradients before they are summed. Use Dynamic or Static."
         )
 
 

@@ -90,8 +90,8 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
         if not as_flag("dynamic", dynamic):
             if initial_scale is None or dynamic_growth_steps is not None or policy is not None:
                 raise SettingError(
-                    "With dynamic=False give initial_scale, and neither dynamic_growth_steps nor "
-                    f"policy, got initial_scale={initial_scale!r}, "
+                    "dynamic=False requires initial_scale and does not allow dynamic_growth_steps "
+                    f"or policy, got initial_scale={initial_scale!r}, "
                     f"dynamic_growth_steps={dynamic_growth_steps!r} and policy={policy!r}."
                 )
             settings["policy"] = rules.Static(float(initial_scale), exact=False)
@@ -154,8 +154,9 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
         before, found = _passes.of.pop(self, None), _passes.found.pop(self, None)
         if before is _SCALED:
             warnings.warn(
-                "apply_gradients() takes unscaled gradients, and get_unscaled_gradients() was not "
-                "called after get_scaled_loss(). Call it with the gradients of the scaled loss.",
+                "apply_gradients() expects unscaled gradients, but get_unscaled_gradients() was "
+                "not called after get_scaled_loss(). Call it with the gradients of the scaled "
+                "loss.",
                 stacklevel=caller_level(),
             )
         if before is _BY_FIT:

@@ -155,7 +155,7 @@ def draw_losses(axes: Axes, traces: Sequence[Trace], mean_loss: float) -> None:
         line = smooth([step.loss for step in trace.steps])
         label = f"{LABELS[trace.run]}: {summarise(trace).loss:.4f}"
         axes.plot(line, **LOOKS[trace.run], label=label)
-    axes.axhline(mean_loss, color=TEXT, linestyle=":", label="drawing the mean image")
+    axes.axhline(mean_loss, color=TEXT, linestyle=":", label="mean image as the output")
 
 
 def draw_scales(axes: Axes, traces: Sequence[Trace]) -> None:

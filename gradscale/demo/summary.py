@@ -44,10 +44,10 @@ NOISE = 0.1
 NOTES = f"""\
 loss: squared error per pixel, mean of the last {TAIL} steps.
 zero grads: steps that were applied although every gradient was zero.
-underflow: of the weight-gradient elements that are not zero, the share below 2**-14, the smallest \
+underflow: share of the nonzero weight-gradient elements that are below 2**-14, the smallest \
 normal float16 number.
-flushed to 0: of the elements that are not zero in float32 (same weights, same batch), the share \
-that is zero in float16. Both every {PROBE_EVERY} steps, if applied, before unscaling.
+flushed to 0: share of the elements that are nonzero in float32 (same weights, same batch) and \
+zero in float16. Both are measured every {PROBE_EVERY} steps, if applied, before unscaling.
 All runs: autoencoder with 7 sigmoid layers, AdamW, learning rate {LEARNING_RATE:g}, batches of \
 {BATCH}. float16: weights, activations and gradients; float32: master weights, loss and optimizer.
 torch: torch.amp.GradScaler with its defaults. gradscale: the policy Headroom with its defaults. \
@@ -120,8 +120,8 @@ def result_of(traces: Sequence[Trace], mean_loss: float) -> Result:
     if not true < (1 - NOISE) * mean_loss:
         return Result(
             False,
-            f"Too few steps to tell: float32 itself has learned nothing yet (loss {true:.4f}; "
-            f"drawing the mean image has {mean_loss:.4f}).",
+            f"Too few steps for a result: float32 has not learned anything yet (loss {true:.4f}; "
+            f"the mean image as the output gives {mean_loss:.4f}).",
         )
     if not loss < (1 + NOISE) * true:
         return Result(
@@ -154,6 +154,6 @@ def result_of(traces: Sequence[Trace], mean_loss: float) -> Result:
     return Result(
         True,
         f"After {len(damaged)} NaN batches torch's GradScaler wasted {other.empty} of the "
-        f"{steps - damaged.stop} steps that were left (every gradient was zero) and ended at loss "
+        f"{steps - damaged.stop} remaining steps (every gradient was zero) and ended at loss "
         f"{other.loss:.4f}; {kept}",
     )

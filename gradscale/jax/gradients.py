@@ -92,9 +92,9 @@ def scaled_value_and_grad(
             value = jnp.asarray(pair[0])
             if not jnp.issubdtype(value.dtype, jnp.floating) or value.shape != ():
                 raise TypeError(
-                    f"{getattr(fun, '__name__', 'fun')} must return a loss, a floating-point "
-                    f"number, got {value.dtype} of shape {value.shape}. With has_aux=True it "
-                    "returns the loss and anything else besides."
+                    f"{getattr(fun, '__name__', 'fun')} must return a floating-point loss, got "
+                    f"{value.dtype} of shape {value.shape}. With has_aux=True it must return a "
+                    "pair of the loss and any other output."
                 )
             wide = widened(value)
             result = (value, pair[1]) if has_aux else value

@@ -57,8 +57,9 @@ class Monitor:
         policy = as_policy(policy)
         if as_on_stuck(on_stuck) == "raise":
             raise SettingError(
-                "on_stuck must be 'warn' or 'ignore', got 'raise': an error in a callback would "
-                "not end the step. Read outcome_of(opt_state).skipped_in_a_row instead."
+                "on_stuck must be 'warn' or 'ignore', got 'raise': an exception in a callback "
+                "would not stop the training. Check outcome_of(opt_state).skipped_in_a_row "
+                "instead."
             )
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._recorder = Recorder(

@@ -50,7 +50,7 @@ class Precision:
                 raise SettingError(f"{name} must be a floating-point type, got {value!r}.")
             object.__setattr__(self, name, dtype)
         if not isinstance(self.keep, tuple):
-            raise SettingError(f"keep must be a tuple of parts of names, got {self.keep!r}.")
+            raise SettingError(f"keep must be a tuple of strings, got {self.keep!r}.")
 
     def cast_to_params(self, tree: Any) -> Any:
         """Returns `tree` with all floating-point leaves in the type of parameters."""

@@ -359,9 +359,8 @@ def _chosen(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:
     if own:
         call = f"gs.{type(chosen).__name__}({listed({**given(chosen), **own})})"
         raise SettingError(
-            "Give either policy or Keras' initial_scale and dynamic_growth_steps, got "
+            "Pass either policy or Keras' initial_scale and dynamic_growth_steps, got "
             f"policy={chosen!r}, initial_scale={initial_scale!r} and "
-            f"dynamic_growth_steps={growth_steps!r}. Settings belong to the policy, as in "
-            f"policy={call}."
+            f"dynamic_growth_steps={growth_steps!r}. To set them in the policy, pass policy={call}."
         )
     return chosen

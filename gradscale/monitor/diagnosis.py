@@ -12,16 +12,17 @@ EXPLANATIONS = {
     "applied": "the step was applied",
     "no gradients": "no parameter of the optimizer has a gradient: check that the loss depends on "
     "the parameters and that backward() ran",
-    "loss not finite": "the loss itself is not finite, which no scale can cure: check the forward "
+    "loss not finite": "the loss is not finite, and no scale prevents that: check the forward "
     "pass, the data and the learning rate",
-    "stuck at the floor": "gradients are not finite even at min_scale, the smallest scale that is "
-    "allowed, so the scale is hardly the cause: check the parameters named here",
-    "NaN at any scale": "there are NaN gradients that a lower scale does not cure: look for 0 / 0, "
-    "or a root or logarithm of 0, in the backward pass of the parameters named here",
-    "scale too low": "gradients are finite, but once unscaled too large for the format in which "
-    "they are stored: they have exploded, or were changed after unscale_()",
-    "scale too high": "gradients overflow: lower a scale that is fixed; one that moves is still "
-    "falling, and will stop unless the gradients have exploded",
+    "stuck at the floor": "gradients are not finite even at min_scale, so the scale is probably "
+    "not the cause: check the parameters listed here",
+    "NaN at any scale": "gradients are NaN, and a lower scale does not prevent that: look for 0 / "
+    "0, or a root or logarithm of 0, in the backward pass of the parameters listed here",
+    "scale too low": "gradients are finite while they are scaled, but after unscaling too large "
+    "for the format in which they are stored: they have exploded, or were changed after "
+    "unscale_()",
+    "scale too high": "gradients overflow: lower the scale if it is constant; a dynamic scale is "
+    "still falling, and will reach a scale that works unless the gradients have exploded",
 }
 """Every verdict with its meaning, in the order in which they are tried."""
 
@@ -30,7 +31,7 @@ HOPELESS = 20
 DISTANT = 10
 """Binades between the largest finite gradient and the ceiling that make an overflow unlikely."""
 
-_HINT = "on_stuck and stuck_after set when this is reported, and how."
+_HINT = "Set stuck_after and on_stuck to change when and how this is reported."
 
 
 def verdict(
@@ -151,7 +152,7 @@ def replay_message(
         )
     known = "" if losses_finite else f" ({EXPLANATIONS['loss not finite']})"
     return (
-        f"{count} steps in a row were skipped in a CUDA graph, and the scale is now {scale:g}"
-        f"{known}. Take a step outside of the graph for its verdict() and culprits(). "
+        f"{count} steps in a row were skipped in a CUDA graph, and the scale is now "
+        f"{scale:g}{known}. Run a step outside of the graph to get its verdict() and culprits(). "
         f"{_HINT}"
     )

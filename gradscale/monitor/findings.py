@@ -8,39 +8,43 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 KINDS = {
-    "loss-not-finite": "No scale cures a loss that is not finite: look at the forward pass, the "
-    "data and the learning rate of the steps before.",
-    "data-not-finite": "Check the data: drop or repair the inputs that are not finite before they "
-    "reach the model.",
-    "forward-overflow": "The forward pass leaves the range of the format: compute this module in "
-    "float32 or bfloat16, or make its inputs smaller, as by a normalisation before it.",
+    "loss-not-finite": "The scale is not the cause of a loss that is not finite. Check the "
+    "forward pass, the data and the learning rate of the steps before.",
+    "data-not-finite": "Check the data, and remove or repair inputs that are not finite before "
+    "they reach the model.",
+    "forward-overflow": "Values of the forward pass exceed the range of the format. Compute this "
+    "module in float32 or bfloat16, or make its inputs smaller, for example with a normalisation "
+    "layer before it.",
     "scale-too-high": "Lower init_scale to the scale at which steps were applied again, or call "
     "scaler.calibrate() before the first step.",
-    "scale-too-low": "Raise the scale: a higher init_scale, a shorter growth_interval, or "
-    "policy='headroom', which places the scale by the largest gradient. If the gradients have "
+    "scale-too-low": "Raise the scale: use a higher init_scale, a shorter growth_interval, or "
+    "policy='headroom', which sets the scale from the largest gradient. If the gradients have "
     "exploded instead, lower the learning rate or pass clip_norm to apply().",
-    "nan-at-any-scale": "Look for 0 / 0, or a root or logarithm of 0, in the backward pass of "
-    "the parameters named here; an epsilon inside the root or logarithm is the usual cure.",
-    "underflow": "Raise the scale: policy='headroom', a higher init_scale or max_scale. If other "
-    "gradients overflow at that scale, give the loss a scale of its own (loss_id) or the blocks "
-    "of the model theirs (gradscale.torch.blocks).",
-    "dead-gradient": "Check that the loss depends on it and that nothing detaches it; take it out "
-    "of the optimizer if it is meant to stay as it is.",
-    "update-lost": "Keep float32 masters of the weights: MixedPrecision with 'fp16-master' or "
-    "'bf16-master', or weights in float32 under autocast.",
-    "weights-not-finite": "Load a checkpoint from before: no scale cures weights that are not "
-    "finite. Then keep float32 masters (MixedPrecision with 'fp16-master'), choose an eps that "
-    "float16 can hold (1e-8 is 0 in it; 1e-4 is not), or lower the learning rate.",
-    "gradients-not-cleared": "Call optimizer.zero_grad() after every step, or apply(), which does "
-    "it; gradients that are added to another iteration's have its scale.",
-    "clip-before-unscale": "Clip after unscaling: scaler.unscale_(optimizer) before "
-    "clip_grad_norm_(), scaler.clip_grad_norm_(), or clip_norm in apply().",
-    "losses-unbalanced": "Weigh the losses so that their gradients are of one size, or keep a "
-    "scale for each (loss_id), as now, and check that both still train.",
-    "stuck": "Stop the run and look at the verdict and the parameters named here; go on from a "
-    "checkpoint that was saved before the first of these skips.",
+    "nan-at-any-scale": "Look for 0 / 0, or a root or logarithm of 0, in the backward pass of the "
+    "parameters listed here. The usual remedy is an epsilon inside the root or logarithm.",
+    "underflow": "Raise the scale: use policy='headroom', or a higher init_scale or max_scale. If "
+    "other gradients overflow at that scale, use a separate scale for the loss (loss_id) or for "
+    "each block of the model (gradscale.torch.blocks).",
+    "dead-gradient": "Check that the loss depends on the parameter and that nothing in between is "
+    "detached. If it is not meant to be trained, remove it from the optimizer.",
+    "update-lost": "Use float32 masters of the weights: MixedPrecision with 'fp16-master' or "
+    "'bf16-master', or float32 weights under autocast.",
+    "weights-not-finite": "Load a checkpoint from before the weights became infinite or NaN; no "
+    "scale repairs them. Then use float32 masters (MixedPrecision with 'fp16-master'), choose an "
+    "eps that is not 0 in float16 (1e-8 is; 1e-4 is not), or lower the learning rate.",
+    "gradients-not-cleared": "Call optimizer.zero_grad() after every step, or use apply(), which "
+    "calls it. Gradients that are added to those of another iteration have the scale of that "
+    "iteration.",
+    "clip-before-unscale": "Clip after unscaling: call scaler.unscale_(optimizer) before "
+    "clip_grad_norm_(), or use scaler.clip_grad_norm_(), or pass clip_norm to apply().",
+    "losses-unbalanced": "Weight the losses so that their gradients have similar magnitudes, or "
+    "keep a separate scale for each loss (loss_id), as now, and check that both losses still "
+    "fall.",
+    "stuck": "Stop the run and check the verdict and the parameters listed here. Continue from a "
+    "checkpoint that was saved before the first of these skipped steps.",
     "skips-too-often": "Raise growth_interval, set max_scale below the scale at which steps are "
-    "skipped, or use policy='headroom', which stays below the largest gradient that it has seen.",
+    "skipped, or use policy='headroom', which keeps a margin between the largest recent gradient "
+    "and the point of overflow.",
 }
 """Every kind of finding, with its default remedy."""
 
@@ -247,7 +251,7 @@ class RecordRules:
             self._falls.pop(optimizer, None)
         self._rows = max(self._rows, step.get("skipped_in_a_row", 0))
         if self._rows >= self._stuck_after:
-            known = f"; the verdict on that of step {number} was {verdict!r}" if verdict else ""
+            known = f"; the verdict for step {number} was {verdict!r}" if verdict else ""
             self._find("stuck", number, lambda: self._stuck_evidence() + known + ".", worst)
 
     def _times(self, verdict: str) -> str:

@@ -56,7 +56,7 @@ def _data(runs: Sequence[Sample]) -> Iterable[Finding]:
     """Inputs of the model that are not finite, and that have harmed a gradient or an output."""
     bad = [s for s in runs if s.fact("data_nonfinite") and s.first_nonfinite is not None]
     if bad:
-        seen = f"In {len(bad)} of {len(runs)} samples the model was given values that are not "
+        seen = f"In {len(bad)} of {len(runs)} samples the inputs of the model were not "
         yield Finding.of("data-not-finite", f"{seen}finite.", step=bad[0].step)
 
 
@@ -66,7 +66,7 @@ def _weights(runs: Sequence[Sample]) -> Iterable[Finding]:
         names = list(sample.fact("weights_nonfinite"))
         if names:
             more = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
-            text = f"After step {sample.step} weights of {names[0]}{more} are not finite."
+            text = f"After step {sample.step}, weights of {names[0]}{more} are not finite."
             yield Finding.of("weights-not-finite", text, names[0], step=sample.step)
             return
 
@@ -90,12 +90,15 @@ def _forward(runs: Sequence[Sample]) -> Iterable[Finding]:
             mine = [size for name, size in large.items() if _in(name, where)]
             if mine:
                 text += f", and its weights reach {max(mine):.4g}"
-                remedy = f"Lower the learning rate, or initialise smaller weights. {remedy}"
+                remedy = (
+                    "Lower the learning rate, or initialise the weights with smaller values. "
+                    f"{remedy}"
+                )
             elif max(abs(low), abs(high)) < 16:
                 # exp() of less than 11 fits into float16, and so do sums of thousands of these.
                 remedy = (
-                    "Look for a division by zero, a logarithm of zero or a row that is masked as a "
-                    f"whole. If there is none: {remedy}"
+                    "Look for a division by zero, a logarithm of zero or a row that is masked "
+                    f"completely. If there is none: {remedy}"
                 )
         yield Finding("forward-overflow", where or "", f"{text}.", remedy, sample.step)
 
@@ -112,18 +115,20 @@ def _backward(runs: Sequence[Sample]) -> Iterable[Finding]:
     scales = [sample.fact("scale").get("", 1.0) for sample in last]
     text = (
         f"In the last {len(last)} samples, at scales from {min(scales):g} to {max(scales):g}, "
-        f"{infs} gradients were infinite and {nans} NaN, "
+        f"{infs} gradients were infinite and {nans} were NaN. "
     )
     step = last[0].step
     if all(sample.fact("loss_finite").get("") == 0.0 for sample in last):
         text = (
-            f"In the last {len(last)} samples the loss was not finite, though everything in the "
-            "model was: look at what comes after it, the targets and the format of the loss."
+            f"In the last {len(last)} samples the loss was not finite, but all values in the model "
+            "were finite. Check the computation of the loss from the outputs of the model, the "
+            "targets, and the format of the loss."
         )
         yield Finding.of("loss-not-finite", text, step=step)
         return
     text += (
-        f"and those {'that this module computes' if where else 'of the outputs'} were the first."
+        "The first of them were those "
+        f"{'that this module computes' if where else 'of the outputs'}."
     )
     most = math.ldexp(format_named(last[-1].format).max, -DISTANT)
     given = [max(abs(f[2]), abs(f[3])) for f in firsts if f]
@@ -147,8 +152,8 @@ def _underflow(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Fi
                 if share > shares.get(_module(tensor), 0.0):
                     shares[_module(tensor)] = share
                     texts[_module(tensor)] = (
-                        f"{100 * share:.0f} % of the {_what(tensor)} that float32 has are zero in "
-                        f"{sample.format} at scale {tensor.scale:g}."
+                        f"{100 * share:.0f} % of the {_what(tensor)} that are not zero in float32 "
+                        f"are zero in {sample.format} at scale {tensor.scale:g}."
                     )
     times: dict[str, int] = {}
     for sample in runs:
@@ -208,7 +213,7 @@ def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding
         all_none = all(n in s.fact("no_grad") for s in trained for n in dead if _in(n, where))
         if where == name and not all_none:
             continue  # a bias that cancels, as in the difference of two outputs
-        what = "no gradient" if all_none else "no gradient other than zero"
+        what = "no gradient" if all_none else "no nonzero gradient"
         texts.setdefault(where, f"It had {what} in any of {len(trained)} samples.")
     yield from _named("dead-gradient", texts, {}, len(known), trained[0].step)
 
@@ -243,8 +248,8 @@ def _lost(runs: Sequence[Sample]) -> Iterable[Finding]:
         if share > LOST and often > 1 and often * 2 >= len(stepped):
             shares[name] = share
     texts = {
-        name: f"The step left {100 * share:.0f} % of its weights as they were: the change is below "
-        "half of their last bit."
+        name: f"The step did not change {100 * share:.0f} % of its weights, because the change is "
+        "smaller than half of their last bit."
         for name, share in shares.items()
     }
     yield from _named("update-lost", texts, shares, len(last.fact("update_lost")), last.step)
@@ -258,8 +263,9 @@ def _leftover(runs: Sequence[Sample]) -> Iterable[Finding]:
     left = seen[-1].fact("leftover")
     name = max(left, key=lambda each: left[each])
     text = (
-        f"In {len(seen)} of {len(runs)} samples the backward pass added to gradients of which a "
-        f"step had been taken: {len(left)} parameters, the largest {left[name]:.3g} in {name}."
+        f"In {len(seen)} of {len(runs)} samples the backward pass added to gradients that a step "
+        f"had already used: those of {len(left)} parameters, the largest {left[name]:.3g} in "
+        f"{name}."
     )
     yield Finding.of("gradients-not-cleared", text, step=seen[0].step)
 
@@ -276,7 +282,7 @@ def _clipped(runs: Sequence[Sample]) -> Iterable[Finding]:
     made, scale = first.fact("norm_made")[""], first.fact("scale")[""]
     text = (
         f"The norm of the scaled gradients was {made:.4g} after the backward pass and {norm:.4g} "
-        f"in the step, at scale {scale:g}: without the scale that is {norm / scale:.3g}."
+        f"in the step, at scale {scale:g}. Without the scale, the latter is {norm / scale:.3g}."
     )
     yield Finding.of("clip-before-unscale", text, step=first.step)
 
@@ -324,7 +330,10 @@ def _named(
     """
     worst = sorted(texts, key=lambda where: -shares.get(where, 0.0))
     if len(texts) > MOST_NAMED or (len(texts) > 2 and len(texts) * 3 > total * 2):
-        more = f"{len(texts)} of {total} places, the worst {worst[0]}: {texts[worst[0]]}"
+        more = (
+            f"{len(texts)} of {total} modules or parameters; the worst is {worst[0]}: "
+            f"{texts[worst[0]]}"
+        )
         yield Finding.of(kind, more, step=step)
         return
     for where in worst:

@@ -59,8 +59,8 @@ def use_gradscale(
     """
     if not isinstance(accelerator, Accelerator):
         raise SettingError(
-            f"use_gradscale() takes an Accelerator, got {type(accelerator).__name__}. That of "
-            "gradscale.plugins.transformers takes a Trainer."
+            f"use_gradscale() takes an Accelerator, got {type(accelerator).__name__}. For a "
+            "Trainer, use gradscale.plugins.transformers.use_gradscale()."
         )
     if accelerator.distributed_type in OWN_SCALES:
         raise SettingError(f"{OWN_SCALES[accelerator.distributed_type]}. Nothing was changed.")
@@ -87,8 +87,8 @@ def _refuse_waiting(accelerator: Any) -> None:
         left = any(param.grad is not None for group in groups for param in group["params"])
         if iteration is not None and iteration.passes and left:
             raise CallOrderError(
-                "use_gradscale() was called while gradients of the scaler before wait for a step. "
-                "Call optimizer.step() or optimizer.zero_grad() first."
+                "use_gradscale() was called while gradients of the previous scaler have not been "
+                "used in a step. Call optimizer.step() or optimizer.zero_grad() first."
             )
 
 

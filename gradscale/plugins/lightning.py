@@ -133,8 +133,8 @@ class GradscalePrecision(Precision):
         """Goes on with a model that was cast, with the masters that it has."""
         if forward.autocast is not self.mode.dtype:
             raise SettingError(
-                f"The model has been cast to {forward.autocast}, and the mode is "
-                f"{self.mode.name!r}. Go on in the same format, or with a new model."
+                f"The model was already cast to {forward.autocast}, but the mode is "
+                f"{self.mode.name!r}. Use a mode with the same format, or create a new model."
             )
         wide = self.float32_model_state(module)
         known = {id(param) for param, _ in self._exact}
@@ -177,8 +177,9 @@ class GradscalePrecision(Precision):
         have = {id(p) for p in params if not optimizer.state.get(p, {}).keys().isdisjoint(_KEYS)}
         if have and not hasattr(optimizer, "keep_masters"):
             raise StateError(
-                f"This {type(optimizer).__name__} was loaded before it was to keep masters, so "
-                "they were rounded. Call precision.watch(optimizer) before fabric.load()."
+                f"The state of this {type(optimizer).__name__} was loaded before its masters were "
+                "created, so the masters were rounded. Call precision.watch(optimizer) before "
+                "fabric.load()."
             )
         mine = {id(param) for param in params}
         exact = [
@@ -258,8 +259,9 @@ class GradscalePrecision(Precision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise SettingError(
-                "LBFGS evaluates the loss many times in a step, and GradscalePrecision takes one "
-                "backward pass. Use another optimizer, or Fabric, or MixedPrecision.step(closure=)."
+                "LBFGS evaluates the loss many times in a step, but GradscalePrecision supports "
+                "one backward pass per step. Use another optimizer, or Fabric, or "
+                "MixedPrecision.step(closure=)."
             )
         result = closure()
         if result is None and model.automatic_optimization:
@@ -341,11 +343,13 @@ class GradscalePrecision(Precision):
             StateError: It is of another mode, or no such state; nothing was loaded.
         """
         if not {"mode", "scaler"} <= state_dict.keys():
-            raise StateError(f"This is no state of GradscalePrecision: it has {list(state_dict)}.")
+            raise StateError(
+                f"The state is not a state of GradscalePrecision: its keys are {list(state_dict)}."
+            )
         if state_dict["mode"] != self.mode.name:
             raise StateError(
-                f"This state is of the mode {state_dict['mode']!r}, and this run is "
-                f"{self.mode.name!r}. Go on in the same mode, or load the weights alone."
+                f"The state was saved in the mode {state_dict['mode']!r}, but this run uses "
+                f"{self.mode.name!r}. Use the same mode, or load only the weights."
             )
         self.scaler.load_state_dict(state_dict["scaler"])
 

@@ -151,8 +151,8 @@ class _Listener:
         except Exception as error:
             self._broken = True
             warnings.warn(
-                f"A logger raised {type(error).__name__}: {error}. It gets no more lines; training "
-                "goes on. Attach it again when it works.",
+                f"A logger raised {type(error).__name__}: {error}. It was removed, and training "
+                "continues. Attach it again once the cause is fixed.",
                 stacklevel=caller_level(),
             )
 

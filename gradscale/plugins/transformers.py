@@ -42,8 +42,8 @@ def use_gradscale(
     """
     if not isinstance(trainer, Trainer):
         raise SettingError(
-            f"use_gradscale() takes a Trainer, got {type(trainer).__name__}. That of "
-            "gradscale.plugins.accelerate takes an Accelerator."
+            f"use_gradscale() takes a Trainer, got {type(trainer).__name__}. For an Accelerator, "
+            "use gradscale.plugins.accelerate.use_gradscale()."
         )
     callback = GradscaleTrainerCallback(trainer, policy, **settings)
     trainer.remove_callback(GradscaleTrainerCallback)

@@ -147,7 +147,7 @@ class Dynamic:
 def Lengthening(*, above: float = 1.0, **settings: Any) -> Dynamic:
     """Returns `Dynamic(slow_growth_above=above, ...)`. Deprecated; removed in the next version."""
     warnings.warn(
-        f"gradscale.Lengthening is deprecated: write gradscale.Dynamic(slow_growth_above={above}).",
+        f"gradscale.Lengthening is deprecated. Use gradscale.Dynamic(slow_growth_above={above}).",
         DeprecationWarning,
         stacklevel=2,
     )

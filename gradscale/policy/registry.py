@@ -46,7 +46,7 @@ def as_policy(value: Any, **settings: Any) -> Policy:
     if isinstance(value, type):
         shown = f"the class {value.__name__}"
         if value in POLICIES.values():
-            call = f" Write policy={value.__name__.lower()!r}."
+            call = f" Use policy={value.__name__.lower()!r}."
     raise SettingError(
         f"policy must be a policy such as gs.Headroom(), or one of the names {', '.join(NAMES)}, "
         f"got {shown}.{call}"
@@ -78,10 +78,10 @@ def policy_or_settings(policy: Any, settings: Dynamic, format: str = "float16") 
     rule, known = type(chosen).__name__, [field.name for field in fields(chosen)]
     unknown = [name for name in both if name not in known]
     if unknown:
-        remedy = f"{rule} has no {', '.join(unknown)}: leave out either that or policy."
+        remedy = f"{rule} has no {', '.join(unknown)}: remove either that or policy."
     else:
-        remedy = f"Write policy=gs.{rule}({listed({**given(chosen), **both})})."
+        remedy = f"Use policy=gs.{rule}({listed({**given(chosen), **both})})."
     raise SettingError(
-        f"Give either policy or torch's settings, got policy={chosen!r} and {listed(both)}. "
+        f"Pass either policy or torch's settings, got policy={chosen!r} and {listed(both)}. "
         f"{remedy}"
     )

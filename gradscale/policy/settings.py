@@ -109,8 +109,8 @@ def as_scale(name: str, value: Any, exact: bool) -> float:
     lowest, highest = FLOAT32.smallest_normal, FLOAT32.max
     if not lowest <= number <= highest:
         raise SettingError(
-            f"{name} must be finite, > 0 and within float32's normal numbers "
-            f"({lowest} to {highest}), got {number}."
+            f"{name} must be finite, > 0 and a normal float32 number ({lowest} to {highest}), "
+            f"got {number}."
         )
     return _power_of_two(name, number, exact)
 
@@ -122,7 +122,8 @@ def as_factor(name: str, value: Any, above: float, below: float, exact: bool) ->
         number < FLOAT32.smallest_normal  # which JAX flushes to zero
     ):
         raise SettingError(
-            f"{name} must be > {above:g} and < {below:g} in float32's normal numbers, got {number}."
+            f"{name} must be > {above:g} and < {below:g}, and a normal float32 number, "
+            f"got {number}."
         )
     return _power_of_two(name, number, exact)
 

@@ -10,7 +10,7 @@ TITLES = {
     "forward-overflow": "The forward pass overflows",
     "scale-too-high": "The scale is too high",
     "scale-too-low": "The scale is too low",
-    "nan-at-any-scale": "NaN that no scale can cure",
+    "nan-at-any-scale": "NaN gradients at any scale",
     "underflow": "Small gradients are lost",
     "dead-gradient": "A parameter gets no gradient",
     "update-lost": "Updates are too small to change the weights",
@@ -18,7 +18,7 @@ TITLES = {
     "gradients-not-cleared": "Gradients are not cleared between steps",
     "clip-before-unscale": "Gradients are clipped before they are unscaled",
     "losses-unbalanced": "The losses need very different scales",
-    "stuck": "No step is applied any more",
+    "stuck": "No step is applied any longer",
     "skips-too-often": "Steps are skipped too often",
 }
 """Every kind of finding as a headline."""
@@ -27,8 +27,8 @@ CAUSES = {
     "scale too high": "gradients overflowed: the scale was too high",
     "scale too low": "gradients overflowed when they were unscaled: the scale was too low",
     "loss not finite": "the loss was not finite",
-    "NaN at any scale": "NaN gradients that no scale can cure",
-    "stuck at the floor": "gradients overflowed at the lowest scale that is allowed",
+    "NaN at any scale": "gradients were NaN at any scale",
+    "stuck at the floor": "gradients overflowed even at min_scale",
     "no gradients": "no parameter had a gradient",
 }
 """Every verdict on a skipped step, for people."""

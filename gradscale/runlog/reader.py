@@ -51,8 +51,8 @@ def read(path: str | os.PathLike[str]) -> Run:
     skipped = sum(part.skipped_lines for part in parts)
     if skipped:
         warnings.warn(
-            f"Lines of the run log {os.fspath(path)} cannot be read and are left out: {skipped}. "
-            "A process that is killed may leave such a line at the end.",
+            f"Lines of the run log {os.fspath(path)} cannot be read and are skipped: {skipped}. A "
+            "process that was killed can leave such a line at the end.",
             stacklevel=caller_level(),
         )
     headers = [header for part in parts for header in part.headers]
@@ -124,8 +124,9 @@ def _read_rank(file: Path, rank: int) -> Run:
             elif kind == "run":
                 if line["version"] > VERSION:
                     raise StateError(
-                        f"{file} has version {line['version']} of the run log, and this gradscale "
-                        f"reads up to {VERSION}. Read it with the one that wrote it."
+                        f"{file} has version {line['version']} of the run log, but this version of "
+                        f"gradscale reads versions up to {VERSION}. Read it with the version that "
+                        "wrote it."
                     )
                 settings = line.get("settings", {})
                 run.headers.append({"rank": rank, **line})

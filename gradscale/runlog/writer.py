@@ -116,7 +116,7 @@ class _Writer:
         """Puts `line` into the queue."""
         if self._closed:
             if self._forked:
-                self._fail(f"process {os.getpid()} was forked from the one that opened it")
+                self._fail(f"process {os.getpid()} was forked from the process that opened it")
                 self.complain()
             return
         if len(self._queue) >= _WAITING:
@@ -144,8 +144,8 @@ class _Writer:
         if self._why and not self._complained:
             self._complained = True
             warnings.warn(
-                f"The run log {self.path} lacks lines: {self._why}. Training goes on, and so does "
-                "the log where it can; call log_to() with another folder for a new one.",
+                f"The run log {self.path} is incomplete: {self._why}. Training continues, and so "
+                "does logging if possible. To start a new log, call log_to() with another folder.",
                 stacklevel=caller_level(),
             )
 
@@ -279,8 +279,9 @@ def _open_alone(path: Path) -> int:
             # Perhaps that of a scaler that nobody refers to any more, as in a notebook.
             gc.collect()
     raise SettingError(
-        f"A run log has one writer, and another one has {path} open. Give every run a folder of "
-        "its own, and every process of a run its rank (torch.distributed, or the variable RANK)."
+        f"A run log can have only one writer, but {path} is already open. Use a separate folder "
+        "for each run, and set the rank of each process of a run (by torch.distributed, or the "
+        "environment variable RANK)."
     )
 
 

@@ -17,12 +17,12 @@ from gradscale.simulate.walk import walk
 
 HEADINGS = ("history", "policy", "skipped", "wasted", "moves", "underflow", "scale", "below", "M/s")
 NOTES = (
-    "skipped: of 1,000 steps, those that were not applied although their loss was finite. wasted: "
-    "those among the first 20, or before the first applied one. moves: of the scale, in 1,000 "
-    "steps. underflow: of the elements, the share below the smallest normal float16 number, for "
-    "gradients whose logarithms are logistic with scale 1.2. scale: log2, the mean over all steps. "
-    "below: binades from the median scale up to the highest static one that skips as few steps. "
-    "M/s: million steps of the policy in a second."
+    "skipped: steps of 1,000 that were not applied although their loss was finite. wasted: those "
+    "of them among the first 20 steps or before the first applied step. moves: changes of the "
+    "scale in 1,000 steps. underflow: share of the elements below the smallest normal float16 "
+    "number, for gradients whose logarithms have a logistic distribution with scale 1.2. scale: "
+    "mean of log2(scale) over all steps. below: binades between the median scale and the highest "
+    "constant scale that skips no more steps. M/s: million policy steps per second."
 )
 DEFAULT = ("Dynamic()", "Headroom()", "LogMax()", "Histogram()")
 

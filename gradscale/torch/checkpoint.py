@@ -76,8 +76,8 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         if key in there:
             continue
         warnings.warn(
-            f"The checkpoint {os.fspath(path)!r} has no state of a scaler under {key!r}, so its "
-            f"scale begins anew. It has {', '.join(sorted(there)) or 'nothing'}.",
+            f"The checkpoint {os.fspath(path)!r} has no state of a scaler under the key {key!r}, "
+            f"so the scale is not restored. Its keys are {', '.join(sorted(there)) or 'nothing'}.",
             stacklevel=caller_level(),
         )
     rest = {key: value for key, value in state.items() if key not in scalers}

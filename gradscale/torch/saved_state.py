@@ -15,5 +15,8 @@ def format_of(policy: Policy | None, format: str) -> Format:
     """The format of the backward pass, which a policy may have as well."""
     known = getattr(policy, "format", format)
     if format not in (known, "float16"):
-        raise SettingError(f"format is {known!r} in the policy, got {format!r}. Give it once.")
+        raise SettingError(
+            f"format is {known!r} in the policy, but the argument format is {format!r}. Set it in "
+            "the policy only."
+        )
     return format_named(known)

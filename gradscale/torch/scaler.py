@@ -254,10 +254,10 @@ class GradScaler(torch.amp.GradScaler):
         alone = isinstance(optimizers, Optimizer)
         several: Any = [optimizers] if alone else as_optimizers(optimizers, "apply()")
         if len(set(map(id, several))) < len(several):
-            raise SettingError("apply() steps every optimizer once, got one of them twice.")
+            raise SettingError("apply() steps each optimizer once, got one of them twice.")
         apply.check_limits(clip_norm, clip_value)
         if closure is not None and len(several) > 1:
-            raise SettingError(f"A closure goes with one optimizer, got {len(several)}.")
+            raise SettingError(f"apply() with a closure takes one optimizer, got {len(several)}.")
         with self._handle.lock:
             followers = self._pipeline.monitor.followers
             if followers.all:

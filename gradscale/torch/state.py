@@ -267,7 +267,7 @@ class ScaleState:
         if loss_id not in self.losses:
             known = ", ".join(map(repr, [0, *self.losses]))
             raise SettingError(
-                f"loss_id must be one that backward() had ({known}), got {loss_id!r}."
+                f"loss_id must be one that was passed to backward() ({known}), got {loss_id!r}."
             )
         return float(self.losses[loss_id].scale)
 
@@ -293,8 +293,9 @@ class ScaleState:
         if isinstance(new_scale, Tensor):
             if new_scale.numel() != 1 or new_scale.requires_grad:
                 raise SettingError(
-                    "new_scale must be a number or a tensor of one element that needs no gradient, "
-                    f"got shape {tuple(new_scale.shape)}, requires_grad={new_scale.requires_grad}."
+                    "new_scale must be a number or a tensor of one element with "
+                    f"requires_grad=False, got shape {tuple(new_scale.shape)}, "
+                    f"requires_grad={new_scale.requires_grad}."
                 )
             if not new_scale.is_cpu and not self.on_host:
                 # Reading it would wait for the device, so a bad one leaves the scale as it is

@@ -39,9 +39,9 @@ def from_torch(cls: type[Scaler], scaler: torch.amp.GradScaler) -> Scaler:
         if isinstance(scaler, cls):
             return copy.copy(scaler)
         raise SettingError(
-            "from_torch() takes a scaler of one of torch's classes, which this one is not: "
-            f"{kind.__module__}.{kind.__qualname__}. What such a class does itself cannot be taken "
-            "over; load_state_dict(scaler.state_dict()) takes over the state."
+            "from_torch() supports only torch's own scaler classes, got "
+            f"{kind.__module__}.{kind.__qualname__}. The behaviour of such a class cannot be "
+            "copied. To copy its state, use load_state_dict(scaler.state_dict())."
         )
     made: Any = cls
     settings: dict[str, Any] = {"enabled": scaler.is_enabled()}
@@ -51,8 +51,8 @@ def from_torch(cls: type[Scaler], scaler: torch.amp.GradScaler) -> Scaler:
         made = cls if issubclass(cls, ShardedGradScaler) else ShardedGradScaler
         if not issubclass(made, cls):
             raise SettingError(
-                "from_torch() of a ShardedGradScaler gives one of ours, which is no "
-                f"{cls.__name__}. Call ShardedGradScaler.from_torch()."
+                "from_torch() of a ShardedGradScaler returns a ShardedGradScaler of gradscale, "
+                f"which is not a {cls.__name__}. Call ShardedGradScaler.from_torch()."
             )
         settings["process_group"] = getattr(scaler, "process_group", None)
     if not scaler.is_enabled():  # it has no other settings
@@ -70,8 +70,8 @@ def from_torch(cls: type[Scaler], scaler: torch.amp.GradScaler) -> Scaler:
         ours = made(scaler._device, init_scale=saved["scale"], **settings)
     except SettingError as error:
         raise SettingError(
-            f"from_torch(): {error} The scale and the settings of torch's scaler are checked like "
-            "those of the constructor; set them there first."
+            f"from_torch(): {error} The scale and the settings of torch's scaler must be valid for "
+            "the constructor. Change them in torch's scaler first."
         ) from None
     ours.load_state_dict(saved)
     return ours

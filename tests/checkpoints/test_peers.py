@@ -425,7 +425,7 @@ def test_wreck_is_refused_or_read_as_good_numbers(data: st.DataObject) -> None:
         ({"fin_steps": 8}, "Flax's, but lacks scale"),
         ({"a/step_counter": 8}, "Keras's, but lacks dynamic_scale"),
         ({"a/good_steps": 8}, "tf.keras's, but lacks current_loss_scale"),
-        ({**of(KERAS, 3, 8.0), "a/step_counter": 4}, "several step_counter"),
+        ({**of(KERAS, 3, 8.0), "a/step_counter": 4}, "more than one step_counter"),
         ({"0": 5, "1": 0.01, "2": np.ones(3), "3": np.ones(3)}, "LossScaleOptimizer"),
         ({"loss_scale": 8.0}, "jmp's, but lacks counter"),
         ({**JMP, "epoch": 3}, "lacks scale, growth_factor"),

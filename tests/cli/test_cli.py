@@ -57,7 +57,7 @@ def test_demo_prints_a_row_for_each_run_and_writes_a_picture_and_a_page(tmp_path
     assert [row[2] for row in rows] == ["0"] * 5 + ["8"] * 2
     assert [row[6] for row in rows[:4]] == ["1", "1", "2**10", "2**16"]
     assert rows[5][6] == "2**8"  # 8 batches of 40 are NaN
-    assert "Too few steps to tell" in result.output
+    assert "Too few steps for a result" in result.output
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "loss not finite" in page.read_text(encoding="utf-8")
     assert set(tmp_path.iterdir()) == {path, page}
@@ -69,8 +69,8 @@ def test_demo_without_its_result_exits_with_an_error(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = invoke("demo", "--steps", "3", "--output", str(tmp_path / "p.png"))
     assert result.exit_code == 1
-    assert "Too few steps to tell" in result.stdout
-    assert result.stderr.startswith("Error: these runs do not show the result of the demo")
+    assert "Too few steps for a result" in result.stdout
+    assert result.stderr.startswith("Error: the runs do not show the expected result")
 
 
 @pytest.mark.soak
@@ -186,7 +186,13 @@ CPU = device("cpu", "reference")
         ("2.13", "3.9", [GPU, CPU], "triton", "used: kernels on cuda:0, torch operations else"),
         ("2.13", "3.9", [GPU, OLD_GPU, CPU], "triton", "used: kernels on cuda:0, torch"),
         ("2.13", "3.9", [OLD_GPU, CPU], "reference", "not used: a kernel fails (here)"),
-        ("2.13", "3.9", [CPU], "reference", "not used: torch finds no CUDA device"),
+        (
+            "2.13",
+            "3.9",
+            [CPU],
+            "reference",
+            "not used: the kernels need a CUDA device, and torch finds none",
+        ),
         (None, "3.9", [], "none", "not used: gradscale.torch needs torch"),
         ("2.13", None, [device("cuda:0", "reference"), CPU], "reference", "pip install triton"),
         ("2.13", "3.9", [device("any", "unknown", "slow")], "unknown", "not used: slow"),
@@ -217,7 +223,7 @@ def test_info_prints_a_row_for_every_device(monkeypatch: pytest.MonkeyPatch) -> 
         ("raise OSError('libcuda.so')", [("any", "unknown", "OSError: libcuda.so")]),
         (
             "import time; time.sleep(60)",
-            [("any", "unknown", "trying a kernel takes longer than 1 s")],
+            [("any", "unknown", "trying a kernel took longer than 1 s")],
         ),
         (
             "import os\nprint('[hello]')\n"
@@ -226,7 +232,7 @@ def test_info_prints_a_row_for_every_device(monkeypatch: pytest.MonkeyPatch) -> 
             "os.kill(os.getpid(), 11)",
             [
                 ("cuda:0", "triton", "it works"),
-                ("cuda:1", "unknown", "trying a kernel ends the process (SIGSEGV)"),
+                ("cuda:1", "unknown", "trying a kernel ended the process (SIGSEGV)"),
             ],
         ),
     ],
@@ -259,7 +265,7 @@ def plant(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("source", "error"),
     [
         ("raise OSError('libcudart.so: not found')", "OSError: libcudart.so: not found"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ends the process (SIGKILL)"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended the process (SIGKILL)"),
         ("raise SystemExit(3)", "exit status 3"),
         ("import time; time.sleep(60)", "longer than 1 s"),
     ],

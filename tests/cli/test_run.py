@@ -35,7 +35,7 @@ from gradscale.runlog import read
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-NOTHING = "made no GradScaler"
+NOTHING = "created no torch.amp.GradScaler"
 
 
 def written(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -59,7 +59,7 @@ def test_a_torch_amp_script_gives_the_same_bits_and_a_log(
     script = SCRIPTS / "train_amp.py"
     done = run("--log", "log", script, 60, cwd=tmp_path, stdin="1e37\n")
     assert done.returncode == 3, done.stderr
-    assert done.stderr == "gradscale: the log is in log: gradscale report log\n"
+    assert done.stderr == "gradscale: the log is in log. To read it, run: gradscale report log\n"
     # The same script with torch's scaler, in this process.
     monkeypatch.setattr(sys, "argv", [str(script), "60"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("1e37\n"))
@@ -263,7 +263,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_training(
 ) -> None:
     recorder = launch.Recorder(Script(["train.py"], log=tmp_path))
     recorder.take(Scaler(error))
-    assert "gradscale: no log of scaler 1:" in capfd.readouterr().err
+    assert "gradscale: scaler 1 is not logged:" in capfd.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_does_not_end_the_training(
@@ -276,7 +276,7 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_training(
     recorder.take(Scaler())
     recorder.finish()
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("gradscale: no log of scaler 1: ")
+    assert line.startswith("gradscale: scaler 1 is not logged: ")
 
 
 # Imports.
@@ -331,14 +331,14 @@ def step_line(step: int, applied: bool = True) -> dict[str, Any]:
 
 def test_the_panel_shows_the_numbers_of_the_log() -> None:
     panel = Panel()
-    assert [line.plain for line in panel.text()] == ["gradscale: no step yet", ""]
+    assert [line.plain for line in panel.text()] == ["gradscale: waiting for the first step", ""]
     for step in range(1, 5):
         panel.take(step_line(step, applied=step != 2))
     first, second = (line.plain for line in panel.text())
     assert "scale 2**10" in first
     assert "headroom 2.5" in first
     assert "skipped 1 of 4" in first
-    assert second == "nothing found so far"
+    assert second == "no findings so far"
     found = {"kind": "underflow", "where": "a.b\x1b[2J", "evidence": "Much.", "remedy": ""}
     panel.take({"kind": "finding", "finding": found})
     assert panel.text()[1].plain == "Small gradients are lost in a.b\x1b[2J: Much."

@@ -320,7 +320,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("changes", "holds", "words"),
     [
-        ({}, True, "GradScaler wasted 480 of the 480 steps that were left"),
+        ({}, True, "GradScaler wasted 480 of the 480 remaining steps"),
         ({}, True, "ended at loss 0.0700; gradscale skipped 40 steps, wasted 0 others"),
         ({TORCH_NAN: 0.0501}, True, "ended at loss 0.0501"),
         ({TORCH_NAN: 0.0499}, False, "torch's GradScaler is not clearly worse here: loss 0.0499"),
@@ -329,8 +329,8 @@ GOOD = {
         ({OURS: float("nan")}, False, "gradscale is worse than float32: loss nan"),
         ({OURS_NAN: 0.0445}, False, "With 40 NaN batches gradscale is worse than float32"),
         ({OURS_NAN: float("nan")}, False, "With 40 NaN batches gradscale is worse"),
-        ({EXACT: 0.07}, False, "Too few steps to tell"),
-        ({EXACT: float("nan")}, False, "Too few steps to tell"),
+        ({EXACT: 0.07}, False, "Too few steps for a result"),
+        ({EXACT: float("nan")}, False, "Too few steps for a result"),
     ],
 )
 def test_result_follows_the_numbers(

@@ -84,7 +84,7 @@ def test_stuck_run_warns_once() -> None:
         monitor(_record(3))
     monitor(_record(4))
     Monitor(POLICY, stuck_after=3, on_stuck="ignore")(_record(3))
-    with pytest.raises(gs.SettingError, match="an error in a callback"):
+    with pytest.raises(gs.SettingError, match="an exception in a callback"):
         Monitor(POLICY, on_stuck="raise")
 
 

@@ -60,7 +60,7 @@ def test_scale_is_there_before_the_first_step() -> None:
         ({"policy": "bold"}, "policy must be a policy"),
         (
             {"policy": "headroom", "initial_scale": 4.0},
-            r"Give either policy or .* policy=gs\.Headroom\(init_scale=4\.0\)",
+            r"Pass either policy or .* policy=gs\.Headroom\(init_scale=4\.0\)",
         ),
     ],
 )

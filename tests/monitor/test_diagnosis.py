@@ -72,7 +72,7 @@ def test_message_has_the_count_the_scale_the_verdict_and_its_meaning(reason: str
     said = stuck_message(50, 2.0**-14, reason)
     assert said.startswith(f"50 steps in a row were skipped, the last at scale {2.0**-14:g} (")
     assert f"({reason}): {EXPLANATIONS[reason]}." in said
-    assert "on_stuck and stuck_after" in said
+    assert "stuck_after and on_stuck" in said
     assert "Gradients that are not finite" not in said
 
 

@@ -245,9 +245,11 @@ def test_checkpoint_of_another_mode_is_refused(tmp_path: Path) -> None:
     first.fit(Model(), loader(batches(2, None)))
     first.save_checkpoint(tmp_path / "run.ckpt")
     other = trainer(GradscalePrecision("fp16-master"), max_epochs=2)
-    with pytest.raises(StateError, match=r"of the mode 'fp16', and this run is 'fp16-master'"):
+    with pytest.raises(StateError, match=r"in the mode 'fp16', but this run uses 'fp16-master'"):
         other.fit(Model(), loader(batches(2, None)), ckpt_path=tmp_path / "run.ckpt")
-    with pytest.raises(StateError, match=r"no state of GradscalePrecision: it has \['scale'\]"):
+    with pytest.raises(
+        StateError, match=r"not a state of GradscalePrecision: its keys are \['scale'\]"
+    ):
         GradscalePrecision().load_state_dict({"scale": 1.0})
 
 
@@ -334,7 +336,9 @@ def test_what_is_loaded_between_two_runs_counts() -> None:
 def test_model_of_another_format_is_refused() -> None:
     model = Model()
     trainer(GradscalePrecision("fp16-master")).fit(model, loader(batches(1, None)))
-    with pytest.raises(SettingError, match=r"been cast to torch.float16, and the mode is 'bf16-"):
+    with pytest.raises(
+        SettingError, match=r"already cast to torch.float16, but the mode is 'bf16-"
+    ):
         trainer(GradscalePrecision("bf16-master")).fit(model, loader(batches(1, None)))
     trainer(GradscalePrecision("fp16-master")).fit(model, loader(batches(1, None)))
 

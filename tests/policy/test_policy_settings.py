@@ -115,8 +115,8 @@ def test_every_policy_has_a_name() -> None:
         ("none", "'none'", ""),
         ("", "''", ""),
         ("Headroom()", "'Headroom()'", ""),
-        (rules.Headroom, "the class Headroom", " Write policy='headroom'."),
-        (Static, "the class Static", " Write policy='static'."),
+        (rules.Headroom, "the class Headroom", " Use policy='headroom'."),
+        (Static, "the class Static", " Use policy='static'."),
         (int, "the class int", ""),
         (1024.0, "1024.0", ""),
         (None, "None", ""),
@@ -158,19 +158,18 @@ def test_settings_beside_a_name_are_those_of_its_policy() -> None:
             rules.Headroom(margin=3),
             {"init_scale": 3.0},
             "policy=Headroom(margin=3) and init_scale=3.0. "
-            "Write policy=gs.Headroom(margin=3, init_scale=3.0).",
+            "Use policy=gs.Headroom(margin=3, init_scale=3.0).",
         ),
         (
             rules.Headroom(),
             {"growth_interval": 9, "min_scale": 2.0**-14},
             "policy=Headroom() and growth_interval=9, min_scale=6.103515625e-05. "
-            "Headroom has no growth_interval: leave out either that or policy.",
+            "Headroom has no growth_interval: remove either that or policy.",
         ),
         (
             rules.Off(),
             {"init_scale": 8.0},
-            "policy=Off() and init_scale=8.0. "
-            "Off has no init_scale: leave out either that or policy.",
+            "policy=Off() and init_scale=8.0. Off has no init_scale: remove either that or policy.",
         ),
     ],
 )
@@ -179,7 +178,7 @@ def test_policy_and_settings_together_are_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(SettingError) as error:
         policy_or_settings(policy, Dynamic(**settings, exact=False))
-    assert str(error.value) == f"Give either policy or torch's settings, got {said}"
+    assert str(error.value) == f"Pass either policy or torch's settings, got {said}"
 
 
 def complaint(rule: type[Policy], **given: Any) -> str:

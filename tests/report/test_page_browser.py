@@ -167,7 +167,7 @@ def test_a_log_of_100_000_steps_opens_in_three_seconds(page: browser.Page, tmp_p
     seconds = min(page.open(path) for _ in range(3))
     assert seconds < OPEN_WITHIN
     assert page.errors == []
-    assert "a curve here has at most" in page.evaluate(
+    assert "A curve on this page has at most" in page.evaluate(
         "document.querySelector('footer').textContent"
     )
 

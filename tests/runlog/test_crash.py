@@ -125,7 +125,7 @@ def test_step_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(writer.os, "write", stall)
     monkeypatch.setattr(writer, "_WAITING", 10)
     start = time.perf_counter()
-    with pytest.warns(UserWarning, match="lacks lines: the disk is too slow"):
+    with pytest.warns(UserWarning, match="is incomplete: the disk is too slow"):
         write_all(log, range(1, 40))
     assert time.perf_counter() - start < 5
     slow.set()
@@ -197,7 +197,7 @@ def test_file_has_one_writer(tmp_path: Path) -> None:
     program = "import sys; from gradscale.runlog import RunLog; RunLog(sys.argv[1])"
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "SettingError: A run log has one writer" in done.stderr
+    assert "SettingError: A run log can have only one writer" in done.stderr
     log.close()
     RunLog(tmp_path).close()
 

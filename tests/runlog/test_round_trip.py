@@ -210,7 +210,7 @@ def test_unreadable_line_is_skipped_and_counted(tmp_path: Path, text: str) -> No
     write(tmp_path, HEADER, step(1))
     with (tmp_path / "rank-0.jsonl").open("a") as stream:
         stream.write(text + "\n" + encode(step(2)).decode())
-    with pytest.warns(UserWarning, match=r"^Lines of the run log .* are left out: 1\."):
+    with pytest.warns(UserWarning, match=r"^Lines of the run log .* are skipped: 1\."):
         run = read(tmp_path)
     assert [line["step"] for line in run.steps] == [1, 2]
     assert run.skipped_lines == 1

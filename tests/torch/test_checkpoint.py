@@ -78,7 +78,9 @@ def test_a_sharded_checkpoint_without_a_scaler_warns(tmp_path: Path) -> None:
             checkpoint.load_sharded({**loaded, "scaler": fresh}, tmp_path / name)
         texts = [str(one.message) for one in told if "no state of a scaler" in str(one.message)]
         assert bool(texts) == (name == "without")
-        assert all("under 'scaler'" in text and "It has model." in text for text in texts)
+        assert all(
+            "under the key 'scaler'" in text and "Its keys are model." in text for text in texts
+        )
         assert fresh.get_scale() == scale
         if name == "with":
             assert fresh.get_scale("other") == 8.0

@@ -294,14 +294,14 @@ def test_a_scheduler_that_follows_and_is_stepped_by_hand_moves_once() -> None:
     optimizer = SGD([w], lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
     scaler.follow(scheduler)
-    with pytest.warns(UserWarning, match=r"step\(\) was called by hand") as caught:  # noqa: PT031
+    with pytest.warns(UserWarning, match=r"step\(\) was called manually") as caught:  # noqa: PT031
         for _ in range(3):
             scaler.backward(w.sum())
             scaler.apply(optimizer)
             scheduler.step()
         scaler.flush()
     assert scheduler.last_epoch == 3
-    assert len([each for each in caught if "by hand" in str(each.message)]) == 1
+    assert len([each for each in caught if "manually" in str(each.message)]) == 1
 
 
 def by_load(scaler: GradScaler) -> GradScaler:
@@ -661,7 +661,7 @@ def test_a_closure_after_gradients_that_no_unscaling_has_seen_is_an_error() -> N
     def closure() -> Tensor:
         raise AssertionError("evaluated")
 
-    with pytest.raises(gs.CallOrderError, match="where unscale_\\(\\) has found none"):
+    with pytest.raises(gs.CallOrderError, match="but unscale_\\(\\) had found none"):
         scaler.step(optimizer, closure)
     assert w.item() == 0.0
 

@@ -265,7 +265,7 @@ def test_an_optimizer_without_gradients_does_nothing_and_says_why() -> None:
     scaler, w = GradScaler("cpu", growth_interval=1), parameter()
     moved_away = SGD([parameter(), parameter()], lr=1.0)
     scaler.backward(w.sum())
-    with pytest.warns(UserWarning, match=r"0 of the 2 parameters .* built before the model"):
+    with pytest.warns(UserWarning, match=r"0 of the 2 parameters .* created before the model"):
         assert scaler.step(moved_away) is None
     scaler.update()
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2.0**16, 0)

@@ -110,7 +110,7 @@ def test_the_sharded_class_of_torch_becomes_ours(one_rank: Any) -> None:
     class Mine(GradScaler):
         pass
 
-    with pytest.raises(SettingError, match=r"no Mine. Call ShardedGradScaler\.from_torch"):
+    with pytest.raises(SettingError, match=r"not a Mine. Call ShardedGradScaler\.from_torch"):
         Mine.from_torch(theirs)
     assert type(ShardedGradScaler.from_torch(torch.amp.GradScaler("cpu"))) is ShardedGradScaler
 

@@ -177,7 +177,7 @@ def _several(name: str, optimizers: Any) -> list[Optimizer]:
     ):
         raise SettingError(
             f"{name} must be an optimizer of torch.optim or a list of them, got "
-            f"{type(optimizers).__name__}. Give the optimizer itself, not a wrapper around it."
+            f"{type(optimizers).__name__}. Pass the optimizer itself, not a wrapper around it."
         )
     return list(several)
 
@@ -200,8 +200,8 @@ def _warn_of_eps(optimizer: Optimizer, options: Options) -> None:
         eps = group.get("eps")
         if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=options.half):
             warnings.warn(
-                f"eps={eps} of {type(optimizer).__name__} is 0 in {options.half}, and a weight "
-                "whose gradients are small becomes NaN. Give it eps=1e-4, or take opt_level='O2'.",
+                f"eps={eps} of {type(optimizer).__name__} is 0 in {options.half}, so weights with "
+                "small gradients become NaN. Pass eps=1e-4, or use opt_level='O2'.",
                 stacklevel=caller_level(),
             )
             return
@@ -214,8 +214,8 @@ def _amp_optimizers(optimizers: Any) -> list[AmpOptimizer]:
         one = getattr(optimizer, "_amp_stash", None)
         if one is None:
             raise SettingError(
-                "optimizers must be those that amp.initialize() has seen, got another "
-                f"{type(optimizer).__name__}. Give them all to amp.initialize(), as a list."
+                "optimizers must be those that were passed to amp.initialize(), got another "
+                f"{type(optimizer).__name__}. Pass all optimizers to amp.initialize(), as a list."
             )
         found.append(one)
     return found
@@ -262,8 +262,8 @@ def _scaler(loss_id: Any) -> LossScaler:
     scalers, number = SESSION.loss_scalers, _whole(loss_id)
     if not 0 <= number < len(scalers):
         raise SettingError(
-            f"loss_id must be from 0 to num_losses - 1 = {len(scalers) - 1}, got {loss_id!r}. Give "
-            "amp.initialize() a larger num_losses."
+            f"loss_id must be from 0 to num_losses - 1 = {len(scalers) - 1}, got {loss_id!r}. Pass "
+            "a larger num_losses to amp.initialize()."
         )
     return scalers[number]
 
@@ -308,8 +308,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     scalers = SESSION.loss_scalers
     if len(states) != len(scalers):
         raise StateError(
-            f"The state has {len(states)} loss scalers, but amp.initialize() made {len(scalers)}. "
-            "Give it the num_losses of the run that saved the state. Nothing was loaded."
+            f"The state has {len(states)} loss scalers, but amp.initialize() created "
+            f"{len(scalers)}. Pass the num_losses of the run that saved the state. Nothing was "
+            "loaded."
         )
     for number, (scaler, state) in enumerate(zip(scalers, states, strict=True)):
         scaler.check(f"loss_scaler{number}", state["scale"])

@@ -221,14 +221,15 @@ class AmpOptimizer:
         """Raises if there can be no step now."""
         if kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]):
             raise CallOrderError(
-                "step() was called with a closure, which amp does not support: whether to skip is "
-                "known before the step. Call the closure first and step() without it, or use "
-                "gradscale.torch.GradScaler, which takes closures."
+                "step() was called with a closure, which amp does not support, because it decides "
+                "before the step whether to skip it. Call the closure first and step() without "
+                "it, or use gradscale.torch.GradScaler, which supports closures."
             )
         if self.pending is not None:
             raise CallOrderError(
                 "step() was called while gradients are still scaled: the last scale_loss() had "
-                "delay_unscale=True. Leave it out in the last pass before a step."
+                "delay_unscale=True. Do not pass delay_unscale=True for the last backward pass "
+                "before a step."
             )
 
     def _skip(self) -> None:

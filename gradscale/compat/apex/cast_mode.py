@@ -87,8 +87,8 @@ class CastMode(TorchFunctionMode):
             _refuse_half(
                 name,
                 (args, given),
-                "Use binary_cross_entropy_with_logits() without a sigmoid before it, or give "
-                "amp.init() allow_banned=True.",
+                "Use binary_cross_entropy_with_logits() without a sigmoid before it, or pass "
+                "allow_banned=True to amp.init().",
             )
         with no_autocast():
             if name not in _BACKWARD:
@@ -102,6 +102,6 @@ def _refuse_half(name: str, values: Any, instead: str) -> None:
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.dtype is torch.float16:
             raise NotImplementedError(
-                f"{name}() must not have float16 arguments under amp.init(): they would overflow. "
-                f"{instead}"
+                f"{name}() does not accept float16 arguments under amp.init(), because they would "
+                f"overflow. {instead}"
             )

@@ -57,7 +57,7 @@ class FP16_Optimizer:
         self._amp = AmpOptimizer(init_optimizer, master_weights=True)
 
     def __getstate__(self) -> Any:
-        raise CallOrderError("FP16_Optimizer is saved by state_dict(), not as an object.")
+        raise CallOrderError("FP16_Optimizer cannot be pickled. Save its state_dict() instead.")
 
     @property
     def state(self) -> Any:

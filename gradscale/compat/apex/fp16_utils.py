@@ -110,7 +110,7 @@ def prep_param_lists(
         return weights, [nn.Parameter(param.detach().clone().float()) for param in weights]
     if len({param.dtype for param in weights}) > 1:
         raise SettingError(
-            "flat_master needs parameters of one format, got "
+            "flat_master requires parameters of one dtype, got "
             f"{sorted({str(param.dtype) for param in weights})}. Leave it out."
         )
     return weights, [nn.Parameter(flatten([param.detach() for param in weights]).float())]

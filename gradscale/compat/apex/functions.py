@@ -105,8 +105,8 @@ class Registry:
         """Notes that the function `name` of `module` is wanted in another form."""
         if not callable(getattr(module, name, None)):
             raise SettingError(
-                f"name must be that of a function of {getattr(module, '__name__', module)!r}, got "
-                f"{name!r}."
+                f"name must be the name of a function of {getattr(module, '__name__', module)!r}, "
+                f"got {name!r}."
             )
         self._wanted.append((module, name, wrapper))
 

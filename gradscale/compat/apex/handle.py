@@ -46,7 +46,7 @@ class OptimWrapper:
         if self._loss_idx >= len(self._loss_scaler):
             raise CallOrderError(
                 f"scale_loss() was called {self._loss_idx + 1} times since the last step(), but "
-                f"num_loss is {len(self._loss_scaler)}. Give wrap_optimizer() a larger num_loss."
+                f"num_loss is {len(self._loss_scaler)}. Pass a larger num_loss to wrap_optimizer()."
             )
         scaler = self._loss_scaler[self._loss_idx]
         with scaled_pass([amp_optimizer(self._optimizer)], scaler, loss) as scaled:
@@ -131,7 +131,7 @@ class AmpHandle:
         if self._default_scaler is None:
             raise CallOrderError(
                 "scale_loss() of a handle was called after its wrap_optimizer(). Call "
-                "optimizer.scale_loss(loss) of what that returned."
+                "scale_loss(loss) of the optimizer that wrap_optimizer() returned."
             )
         with scaled_pass([amp_optimizer(optimizer)], self._default_scaler, loss) as scaled:
             yield scaled

@@ -163,8 +163,8 @@ class LossScaler:
         """A StateError if `scale` is none that float32 can hold."""
         if not FLOAT32.smallest_normal <= scale <= FLOAT32.max and not self.dynamic:
             raise StateError(
-                f"{name}: loss_scale must be one of float32's normal numbers, got {scale}. Nothing "
-                "was loaded."
+                f"{name}: loss_scale must be a normal float32 number, got {scale}. Nothing was "
+                "loaded."
             )
 
     def load(self, scale: float, unskipped: int) -> None:

@@ -60,14 +60,15 @@ def check(models: list[Any]) -> None:
             )
         if isinstance(model, _PARALLEL):
             raise SettingError(
-                f"models must not be wrapped in {type(model).__name__} yet. Wrap what "
-                "amp.initialize() returns."
+                f"models must not be wrapped in {type(model).__name__} before amp.initialize(). "
+                "Wrap the models that amp.initialize() returns."
             )
         for name, param in model.named_parameters():
             if param.dtype in halves:
                 warn_or_refuse(
-                    f"models must have float32 weights, got {name!r} in {param.dtype}. Leave out "
-                    "half() and call amp.initialize() once: it casts what opt_level wants cast.",
+                    f"models must have float32 weights, got {name!r} in {param.dtype}. Remove "
+                    "half(), and call amp.initialize() only once: it casts the weights as "
+                    "opt_level requires.",
                     SESSION.hard_override,
                 )
 

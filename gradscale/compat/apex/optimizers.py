@@ -112,14 +112,17 @@ def without_equal(name: str, instead: str) -> Callable[..., Any]:
     return construct
 
 
-_OTHERWISE = "Use FusedAdam or torch.optim.AdamW, and look for a learning rate anew."
+_OTHERWISE = "Use FusedAdam or torch.optim.AdamW, and tune the learning rate again."
 FusedLAMB = without_equal("FusedLAMB", _OTHERWISE)
 FusedMixedPrecisionLamb = without_equal("FusedMixedPrecisionLamb", _OTHERWISE)
 FusedNovoGrad = without_equal("FusedNovoGrad", _OTHERWISE)
-FusedAdagrad = without_equal("FusedAdagrad", "Use torch.optim.Adagrad, which is the same rule.")
+FusedAdagrad = without_equal(
+    "FusedAdagrad", "Use torch.optim.Adagrad, which implements the same rule."
+)
 
 multi_tensor_applier: Any = without_equal(
-    "multi_tensor_applier", "Use torch._foreach_mul_ and its like, or gradscale.torch.GradScaler."
+    "multi_tensor_applier",
+    "Use torch._foreach_mul_ and similar functions, or gradscale.torch.GradScaler.",
 )
 multi_tensor_applier.available = False
 """Whether Apex' kernels are there; many scripts import it from `apex.multi_tensor_apply`."""

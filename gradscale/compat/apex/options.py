@@ -86,14 +86,14 @@ def resolve(opt_level: Any, hard_override: bool = False, **overrides: Any) -> Op
         if opt_level == "O1" and value is not None and value is not torch.float32:
             warn_or_refuse(
                 f"{name} must be left out with opt_level O1, whose weights stay float32, got "
-                f"{value!r}. Take opt_level='O2' or 'O3' to cast the weights.",
+                f"{value!r}. Use opt_level='O2' or 'O3' to cast the weights.",
                 hard_override,
             )
     options = replace(LEVELS[opt_level], **given)
     if options.patch_torch_functions and opt_level != "O1":
         warn_or_refuse(
-            "patch_torch_functions must be left out or False unless opt_level is O1, got True with "
-            f"{opt_level}. Take opt_level='O1'.",
+            "patch_torch_functions must be left out or False unless opt_level is O1, got True "
+            f"with {opt_level}. Use opt_level='O1'.",
             hard_override,
         )
     return options

@@ -51,7 +51,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if unknown:
             raise SettingError(
                 f"DistributedDataParallel takes Apex' settings ({', '.join(sorted(known))}), got "
-                f"{', '.join(unknown)}. Use torch.nn.parallel.DistributedDataParallel for torch's."
+                f"{', '.join(unknown)}. Use torch.nn.parallel.DistributedDataParallel for torch's "
+                "settings."
             )
         refuse(
             "DistributedDataParallel",
@@ -60,7 +61,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ignored = [name for name, usual in _IGNORED.items() if settings.get(name, usual) != usual]
         if ignored:
             warnings.warn(
-                f"torch's DistributedDataParallel has no {', '.join(ignored)}; it does without.",
+                f"torch's DistributedDataParallel has no {', '.join(ignored)}; ignored.",
                 stacklevel=caller_level(),
             )
         devices = {param.device for param in module.parameters()}

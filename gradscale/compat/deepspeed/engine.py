@@ -90,7 +90,8 @@ def detach(engine: Any) -> Any:
         return optimizer.loss_scaler
     if not isinstance(ours, DynamicLossScaler):
         raise SettingError(
-            f"detach() needs an engine that attach() was called on; its scaler is {type(ours)}."
+            "detach() needs an engine on which attach() was called, got one with a scaler of "
+            f"{type(ours)}."
         )
     refuse_unknown("DeepSpeed", ours.policy)
     back = theirs.DynamicLossScaler(
@@ -114,12 +115,12 @@ def _optimizer(engine: Any) -> Any:
     if not hasattr(optimizer, "loss_scaler"):
         raise SettingError(
             "The engine must have a ZeRO optimizer, whose loss_scaler can be replaced, got "
-            f"{type(optimizer).__name__}. Set zero_optimization.stage to 1, 2 or 3: without ZeRO "
-            "DeepSpeed's optimizers move the scale by themselves."
+            f"{type(optimizer).__name__}. Set zero_optimization.stage to 1, 2 or 3: without ZeRO, "
+            "DeepSpeed's optimizers change the scale themselves."
         )
     if not engine.fp16_enabled():
         raise SettingError(
-            "The engine must train in float16, because DeepSpeed scales no other loss: set "
-            "fp16.enabled to true."
+            "The engine must train in float16, because DeepSpeed scales the loss only in float16. "
+            "Set fp16.enabled to true."
         )
     return optimizer

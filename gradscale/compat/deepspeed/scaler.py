@@ -267,19 +267,19 @@ def _chosen(policy: Dynamic | None, settings: dict[str, Any]) -> Dynamic:
         missing = [name for name in settings if name not in given]
         if missing:
             raise SettingError(
-                f"DynamicLossScaler needs {', '.join(missing)}, as DeepSpeed's does, or a policy: "
-                "write DynamicLossScaler(policy=gs.Dynamic())."
+                f"DynamicLossScaler needs {', '.join(missing)}, as DeepSpeed's does, or a policy, "
+                "as in DynamicLossScaler(policy=gs.Dynamic())."
             )
         return dynamic_policy(**settings)
     if given:
         raise SettingError(
-            f"Give either policy or DeepSpeed's settings, got policy={policy!r} and "
+            f"Pass either policy or DeepSpeed's settings, got policy={policy!r} and "
             f"{', '.join(given)}."
         )
     if not isinstance(policy, Dynamic):
         raise SettingError(
-            f"policy must be a gs.Dynamic, got {policy!r}. LossScaler has a scale that never "
-            "moves; the other policies need measurements that ZeRO does not make."
+            f"policy must be a gs.Dynamic, got {policy!r}. Use LossScaler for a constant scale. "
+            "Other policies need measurements that ZeRO does not make."
         )
     return policy
 

@@ -59,8 +59,8 @@ def policy_from_config(config: Mapping[str, Any]) -> Dynamic | Static | Off:
     unknown = [name for name in section if name not in (*DEFAULTS, *_OTHERS)]
     if unknown:
         raise SettingError(
-            f"fp16 has settings that are not supported: {', '.join(map(str, unknown))}. "
-            f"Known are {', '.join((*DEFAULTS, *_OTHERS))}."
+            f"fp16 has settings that are not supported: {', '.join(map(str, unknown))}. Known "
+            f"settings are {', '.join((*DEFAULTS, *_OTHERS))}."
         )
     found = {**DEFAULTS, **section}
     if not as_flag("fp16.enabled", found["enabled"]):
@@ -102,10 +102,10 @@ def dynamic_policy(
     """
     if delayed_shift != 1 and not consecutive_hysteresis:
         raise SettingError(
-            f"hysteresis={delayed_shift} with consecutive_hysteresis=False cannot be translated: "
-            "DeepSpeed then counts overflows until the scale grows, however far apart, and "
-            "gradscale counts overflows in a row. Set consecutive_hysteresis to True, or "
-            "hysteresis to 1."
+            f"hysteresis={delayed_shift} with consecutive_hysteresis=False has no counterpart in "
+            "gradscale: DeepSpeed then counts all overflows until the scale grows, and gradscale "
+            "counts only consecutive overflows. Set consecutive_hysteresis to True, or hysteresis "
+            "to 1."
         )
     return Dynamic(
         init_scale=init_scale,
@@ -140,7 +140,7 @@ def config_from_policy(
     elif isinstance(policy, Dynamic):
         section |= {"enabled": True, "loss_scale": 0, **_dynamic_section(policy)}
     else:
-        raise SettingError(f"DeepSpeed has no counterpart of {policy!r}: give a gs.Dynamic.")
+        raise SettingError(f"DeepSpeed has no counterpart of {policy!r}. Use gs.Dynamic.")
     return {**base, "fp16": section}
 
 
@@ -149,13 +149,13 @@ def _dynamic_section(policy: Dynamic) -> dict[str, Any]:
     refuse_unknown("DeepSpeed", policy)
     if not is_power_of_two(policy.init_scale):
         raise SettingError(
-            "init_scale must be a power of two, since DeepSpeed's fp16.initial_scale_power is its "
-            f"exponent, got {policy.init_scale}."
+            "init_scale must be a power of two, because DeepSpeed's fp16.initial_scale_power is "
+            f"its exponent, got {policy.init_scale}."
         )
     if not policy.min_scale.is_integer():
         raise SettingError(
-            "min_scale must be a whole number, since DeepSpeed's fp16.min_loss_scale is one, got "
-            f"{float(policy.min_scale)}. Give min_scale=1.0 or more."
+            "min_scale must be a whole number, because DeepSpeed's fp16.min_loss_scale is one, "
+            f"got {float(policy.min_scale)}. Set min_scale to 1.0 or more."
         )
     return {
         "initial_scale_power": math.frexp(policy.init_scale)[1] - 1,
@@ -175,7 +175,7 @@ def refuse_unknown(system: str, policy: Dynamic) -> None:
     if odd:
         raise SettingError(
             f"{system} has no counterpart of {listed(odd)}: its factors are 2 and 0.5, it has no "
-            "ceiling, and its interval is the same at every scale. Leave these out."
+            "maximum scale, and its interval is the same at every scale. Remove these settings."
         )
 
 

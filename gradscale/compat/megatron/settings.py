@@ -101,7 +101,7 @@ def arguments_from_policy(policy: Dynamic | Static | Off) -> dict[str, Any]:
     if isinstance(policy, Static):
         return {"fp16": True, "loss_scale": policy.init_scale}
     if not isinstance(policy, Dynamic):
-        raise SettingError(f"Megatron-LM has no counterpart of {policy!r}: give a gs.Dynamic.")
+        raise SettingError(f"Megatron-LM has no counterpart of {policy!r}. Use gs.Dynamic.")
     refuse_unknown("Megatron-LM", policy)
     return {
         "fp16": True,

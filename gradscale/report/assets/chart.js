@@ -45,7 +45,7 @@ function chart(spec) {
   const readout = element("p", {class: "readout quiet", "aria-live": "polite"});
   const summary = series.map((each) => inWords(each, spec.text)).join(" ");
   const box = element("div", {class: "figure", tabindex: "0", role: "group",
-    "aria-label": `${spec.label}. ${summary} Left and right arrow keys read it step by step.`});
+    "aria-label": `${spec.label}. ${summary} Use the left and right arrow keys to read it step by step.`});
   const position = (value) => spec.log ? Math.log2(value) : value;
   let low = Infinity, high = -Infinity;
   for (const each of series) {

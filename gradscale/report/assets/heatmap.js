@@ -43,9 +43,9 @@ function heatmap(part, format, label) {
   const range = columns(rows, format);
   // One cell before the columns for zeros, one after them for what is not finite, each two wide.
   const cells = range.count + 6;
-  const readout = element("p", {class: "readout quiet", "aria-live": "polite"}, "Point at a cell, or use the arrow keys, to read it.");
+  const readout = element("p", {class: "readout quiet", "aria-live": "polite"}, "Point at a cell or use the arrow keys to read it.");
   const box = element("div", {class: "figure", tabindex: "0", role: "group", "aria-label":
-    `${label}, ${rows.length} layers. Arrow keys move through layers and sizes. The table below has the same in numbers.`});
+    `${label}, ${rows.length} layers. Use the arrow keys to move through layers and magnitudes. The table below has the numbers.`});
   let svg, width, left, top, cell, rowHeight, strip, cursor = null;
 
   const column = (index) => left + (index === -1 ? 0 : index === range.count ? range.count + 4 : index + 3) * cell;
@@ -71,10 +71,10 @@ function heatmap(part, format, label) {
     const exponent = range.low + index;
     if (index === -1) {
       return `${name}: ${share(zeros / numel)} of the values are exactly 0` +
-        (flushed === null ? "." : `; ${whole(flushed)} of these ${whole(zeros)} are 0 only because ${format.name} could not hold them.`);
+        (flushed === null ? "." : `; ${whole(flushed)} of these ${whole(zeros)} are 0 only because they are too small for ${format.name}.`);
     }
     if (index === range.count) return `${name}: ${whole(infs)} values are infinite and ${whole(nans)} are NaN, of ${whole(numel)}.`;
-    const words = {lost: `lost: below the smallest ${format.name}`, imprecise: "kept with fewer digits", fits: `fits in ${format.name}`, over: `overflow: above the largest ${format.name}`};
+    const words = {lost: `lost: below the smallest ${format.name}`, imprecise: "stored with fewer digits", fits: `fits in ${format.name}`, over: `overflow: above the largest ${format.name}`};
     const edge = index === 0 ? " or smaller" : index === range.count - 1 ? " or larger" : "";
     return `${name}: ${share(contents[row].bins[index])} of the values are from ${size(exponent)} to ${size(exponent + 1)} ` +
       `(${power(exponent)}${edge}): ${words[zone(exponent, format)]}.`;
@@ -125,7 +125,7 @@ function heatmap(part, format, label) {
       svg.append(shape("text", {x: line(exponent) + cell / 2, y: foot() + 18, "text-anchor": "middle"}, power(exponent)));
     }
     const [from, to] = [column(0), column(range.count - 1) + cell];
-    const words = width >= 700 ? "size of a value: each column is twice the one before" : "size of a value";
+    const words = width >= 700 ? "magnitude of a value: each column is twice the previous one" : "magnitude of a value";
     svg.append(shape("text", {class: "strong", x: from, y: foot() + 38}, "\u2190 smaller"),
       shape("text", {class: "strong", x: (from + to) / 2, y: foot() + 38, "text-anchor": "middle"}, words),
       shape("text", {class: "strong", x: to, y: foot() + 38, "text-anchor": "end"}, "larger \u2192"));
@@ -199,7 +199,7 @@ function heatmapKey(format) {
     ["imprecise", `fewer digits: below ${size(format.normal)}`],
     ["fits", `fits in ${format.name}`],
     ["over", `overflow: above the largest ${format.name} (${String(Number(format.max.toPrecision(6)))}), becomes infinite`],
-    ["zero", `0: exactly zero (red beside it: zero only because ${format.name} could not hold it)`],
+    ["zero", `0: exactly zero (red: zero only because it is too small for ${format.name})`],
   ];
   return element("ul", {class: "key"}, ...entries.map(([style, words]) => element("li", {},
     element("span", {class: "swatch " + style, "aria-hidden": "true"}), words)));

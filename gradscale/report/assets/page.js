@@ -13,8 +13,8 @@ function findings(data) {
   const section = element("section", {"aria-labelledby": "findings"}, element("h2", {id: "findings"}, "Findings"));
   const groups = data.findings.filter((group) => group.findings.length);
   if (!groups.length) {
-    section.append(element("article", {class: "finding calm"}, element("h3", {}, "Nothing found"),
-      element("p", {}, "No rule of gradscale found anything wrong with these steps.")));
+    section.append(element("article", {class: "finding calm"}, element("h3", {}, "No findings"),
+      element("p", {}, "gradscale found no problem in these steps.")));
   }
   for (const group of groups) {
     if (group.title) section.append(element("h3", {}, group.title));
@@ -64,8 +64,8 @@ function skips(data) {
     }
     section.append(table(["#step", "#scale", "why", "which gradients were not finite"],
       run.skips.slice(-300).reverse().map(([step, scale, why, who]) => [whole(step), pretty(scale), why, element("span", {class: "name"}, who || "not recorded")]),
-      "Skipped steps, the last one first", true));
-    if (run.skips.length > 300) section.append(element("p", {class: "quiet small"}, "The table has the last 300."));
+      "Skipped steps, latest first", true));
+    if (run.skips.length > 300) section.append(element("p", {class: "quiet small"}, "The table shows the last 300."));
   }
   return section;
 }
@@ -85,21 +85,21 @@ function buttons(label, names, pick) {
 
 function layerTable(part) {
   const bad = part.rows.filter((row) => row.lost || row.imprecise || row.overflowed || row.nan);
-  if (!bad.length) return element("p", {class: "quiet"}, "Every value of every layer fits.");
+  if (!bad.length) return element("p", {class: "quiet"}, "All values of all layers fit.");
   const rows = bad.sort((a, b) => b.lost - a.lost || b.imprecise - a.imprecise).map((row) => {
     const bar = element("div", {class: "bar", "aria-hidden": "true"}, element("span", {class: "lost"}), element("span", {class: "imprecise"}));
     bar.children[0].style.width = `${row.lost * 100}%`;
     bar.children[1].style.width = `${row.imprecise * 100}%`;
     return [element("span", {class: "name"}, row.name), bar, share(row.lost), share(row.imprecise), share(row.overflowed + row.nan)];
   });
-  return table(["layer", "lost and imprecise", "#lost", "#fewer digits", "#not finite"], rows, "Underflow by layer, the worst first", true);
+  return table(["layer", "lost and imprecise", "#lost", "#fewer digits", "#not finite"], rows, "Underflow by layer, worst first", true);
 }
 
 function layers(data) {
   const section = element("section", {"aria-labelledby": "layers"}, element("h2", {id: "layers"}, "Do the values fit?"));
   const runs = data.runs.filter((run) => run.samples.length);
   if (!runs.length) {
-    section.append(element("p", {class: "quiet"}, "This log has no samples of tensors, so there is nothing to draw layer by layer. gradscale.torch.inspect.Inspector(model, scaler) takes them."));
+    section.append(element("p", {class: "quiet"}, "This log has no samples of tensors. gradscale.torch.Inspector(model, scaler) records them."));
     return section;
   }
   const picture = element("div", {}), below = element("div", {}), where = element("span", {class: "small", "aria-live": "polite"});
@@ -121,15 +121,15 @@ function layers(data) {
       return;
     }
     const scales = new Set(part.rows.map((row) => row.scale));
-    const scaled = scales.size === 1 && !scales.has("1") ? ` Values are as in the backward pass: multiplied by the scale, ${pretty([...scales][0])}.` : "";
-    const some = part.rows.length < part.all ? ` Shown are ${part.rows.length} of ${part.all} layers, those that lose most.` : "";
-    const broke = sample.first ? element("p", {}, "First not finite at this step: ", element("span", {class: "name"}, sample.first[0]), `, in the ${sample.first[1]} pass.`) : "";
+    const scaled = scales.size === 1 && !scales.has("1") ? ` Values are those of the backward pass, multiplied by the scale, ${pretty([...scales][0])}.` : "";
+    const some = part.rows.length < part.all ? ` The figure shows ${part.rows.length} of ${part.all} layers: those with the largest share of lost or overflowing values.` : "";
+    const broke = sample.first ? element("p", {}, "The first values that were not finite at this step: ", element("span", {class: "name"}, sample.first[0]), `, in the ${sample.first[1]} pass.`) : "";
     picture.replaceChildren(
-      element("p", {class: "quiet small"}, `Each row is a layer, each column values of one size, from tiny (left) to huge (right); the stronger the colour, the more of them. ` +
-        `Blue is safe.${scaled}${some}`),
+      element("p", {class: "quiet small"}, `Each row is a layer, and each column is a range of magnitudes, from small (left) to large (right). A stronger colour means more values. ` +
+        `Blue values fit the format.${scaled}${some}`),
       heatmapKey(part.format), broke, heatmap(part, part.format, `${data.kinds[kind]} at step ${sample.step}`));
     below.replaceChildren(element("h3", {}, "Underflow by layer"), element("p", {class: "quiet small"},
-      `${data.kinds[kind]} at step ${whole(sample.step)}, as shares of the values that are not truly zero; the worst first.`), layerTable(part));
+      `${data.kinds[kind]} at step ${whole(sample.step)}, as shares of the values that would be nonzero without underflow; worst layer first.`), layerTable(part));
   }
 
   const step = (by) => {
@@ -148,7 +148,7 @@ function layers(data) {
     const there = Object.keys(data.kinds).filter((name) => run.samples.some((sample) => name in sample.kinds));
     if (!there.length) {
       kindBox.replaceChildren();
-      picture.replaceChildren(element("p", {class: "quiet"}, "The samples of this log hold no tensors."));
+      picture.replaceChildren(element("p", {class: "quiet"}, "The samples of this log contain no tensors."));
       below.replaceChildren();
       return;
     }
@@ -182,29 +182,29 @@ function events(run, title) {
   const rows = [...run.events].reverse().map(([step, name, scale, loss]) => [whole(step), name, pretty(scale), loss]);
   const some = run.all_events > run.events.length ? element("p", {class: "quiet small"}, `The last ${whole(run.events.length)} of ${whole(run.all_events)}.`) : "";
   return folded(`Events${title} (${whole(run.all_events)})`, rows.length
-    ? element("div", {}, some, table(["#step", "event", "#scale", "loss"], rows, "Events, the last one first"))
-    : element("p", {class: "quiet"}, "No event but skipped steps."));
+    ? element("div", {}, some, table(["#step", "event", "#scale", "loss"], rows, "Events, latest first"))
+    : element("p", {class: "quiet"}, "No events except skipped steps."));
 }
 
 function build(data) {
   const page = document.getElementById("page");
   const lines = data.runs.map((run) => {
     const points = Math.max(...Object.values(run.curves).map((curve) => curve.length));
-    return points < run.lines ? `${run.name}: ${whole(run.lines)} steps are logged; a curve here has at most ${whole(points)} points, the lowest and the highest of its neighbours.` : "";
+    return points < run.lines ? `${run.name}: ${whole(run.lines)} steps are logged. A curve on this page has at most ${whole(points)} points: the lowest and the highest of each group of neighbours.` : "";
   }).filter(Boolean);
   page.append(
     element("header", {}, element("h1", {}, data.title), data.rows.length ? comparison(data) : facts(data)),
     findings(data),
-    chartSection(data, "scale", "Scale", "What the loss is multiplied by before the backward pass. It falls when gradients overflow and grows while they do not.", {
+    chartSection(data, "scale", "Scale", "The factor by which the loss is multiplied before the backward pass. It falls when gradients overflow and grows while they do not.", {
       curve: "scale", log: true, stairs: true, text: (value) => Number.isInteger(Math.log2(value)) ? `${power(Math.log2(value))} = ${short(value)}` : short(value),
       empty: "No scale was recorded."}),
     key(data),
-    chartSection(data, "headroom", "Headroom", "How many times the largest gradient could double before it overflows. At 0 it overflows; 1 to 6 is a good place.", {
+    chartSection(data, "headroom", "Headroom", "How many times the largest gradient can double before it overflows. At 0 it overflows; 1 to 6 is a good range.", {
       curve: "headroom", zero: true, text: (value) => short(value), empty: "Headroom was not measured in this run."}),
     skips(data),
     layers(data),
-    chartSection(data, "underflow", "Underflow", "The share of gradients that are so small that they lose digits, or vanish.", {
-      curve: "underflow", zero: true, text: share, tick: (value) => `${short(value * 100)} %`, empty: "Underflow was not measured in this run: GradScaler(underflow_every=100) measures it in every 100th step."}),
+    chartSection(data, "underflow", "Underflow", "The share of gradients that are so small that they lose digits or become zero.", {
+      curve: "underflow", zero: true, text: share, tick: (value) => `${short(value * 100)} %`, empty: "Underflow was not measured in this run: GradScaler(underflow_every=100) measures it at every 100th step."}),
     chartSection(data, "loss", "Loss", "The unscaled loss.", {
       curve: "loss", text: short, empty: "No loss was recorded."}),
     element("h2", {}, "Details"));

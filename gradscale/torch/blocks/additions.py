@@ -69,10 +69,10 @@ class Additions:
             named = [".".join(filter(None, (names.get(m, "?"), name))) for _, m, name in new]
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             raise CallOrderError(
-                f"Block {new[0][0]!r} has got the weight {named[0]!r}{more} since BlockScales was "
-                "made: the gradient would keep the scale of the block. Call blocks.remove(), and "
-                "make BlockScales again after modules and weights (adapters, parametrizations) "
-                "are added."
+                f"Block {new[0][0]!r} has the new weight {named[0]!r}{more}, which was added after "
+                "BlockScales was created, so its gradient would keep the scale of the block. Call "
+                "blocks.remove(), and create BlockScales again after all modules and weights "
+                "(adapters, parametrizations) have been added."
             )
         self.pending = False
 

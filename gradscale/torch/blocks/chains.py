@@ -68,8 +68,8 @@ def device_of(blocks: Sequence[Block]) -> torch.device:
     if len(devices) != 1:
         raise SettingError(
             "blocks must have weights on one device, got "
-            f"{', '.join(sorted(map(str, devices))) or 'no weights'}. Make one BlockScales for the "
-            "blocks of each device."
+            f"{', '.join(sorted(map(str, devices))) or 'no weights'}. Create a separate "
+            "BlockScales for the blocks of each device."
         )
     return devices.pop()
 

@@ -70,8 +70,8 @@ class Live(NamedTuple):
         """Raises if the scales have moved since, or if this gradient will be differentiated."""
         if self.time != self.clock.time:
             raise CallOrderError(
-                "The scales of the blocks have moved between a forward pass and its backward pass. "
-                "Call blocks.update() after the backward pass, before the next forward pass."
+                "The scales of the blocks have changed between a forward pass and its backward "
+                "pass. Call blocks.update() after the backward pass, before the next forward pass."
             )
         _refuse_second_gradients()
 
@@ -80,9 +80,9 @@ def _refuse_second_gradients() -> None:
     """Raises if this gradient will be differentiated."""
     if torch.is_grad_enabled():
         raise SettingError(
-            "create_graph=True does not go with BlockScales: gradients of gradients would have "
-            "wrong scales. Call blocks.remove(), or give blocks= without what is differentiated "
-            "twice."
+            "create_graph=True is not supported with BlockScales, because second derivatives "
+            "would have wrong scales. Call blocks.remove(), or leave modules that are "
+            "differentiated twice out of blocks=."
         )
 
 

@@ -227,9 +227,9 @@ class BlockHooks:
                 return self._arrive_from(place, maker, made)
         if x.device != self.device:
             raise CallOrderError(
-                f"The model was on {self.device} when BlockScales was made, and block "
-                f"{self.blocks[place].name!r} is called on {x.device}. Make it after .to(device), "
-                "one for each device."
+                f"The model was on {self.device} when BlockScales was created, but block "
+                f"{self.blocks[place].name!r} is called on {x.device}. Create BlockScales after "
+                ".to(device), one for each device."
             )
         factor = self.factor(place, OUTSIDE)
         if is_one(factor) and not self.measures:
@@ -351,8 +351,8 @@ class BlockHooks:
     def refuse_write(self, place: int) -> NoReturn:
         """Raises, because the block at `place` has written to one of its inputs."""
         raise SettingError(
-            f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Let the "
-            "block begin one operation earlier, or do not write in place."
+            f"Block {self.blocks[place].name!r} writes to one of its inputs in place. Start the "
+            "block one operation earlier, or do not write in place."
         )
 
     def _depart(self, place: int, made: Tensor) -> Tensor:

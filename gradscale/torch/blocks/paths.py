@@ -71,15 +71,16 @@ def _leaf(node: Any) -> Tensor | None:
 
 def _refuse_output(block: str) -> NoReturn:
     raise SettingError(
-        f"Something that block {block!r} computes is used outside of it, and did not leave it as "
-        "an output: the scale of the block would be missing there. Return it from the block (a "
-        "tensor, or tensors in tuples, lists and dicts), or leave the block out of blocks=."
+        f"A tensor that block {block!r} computes is used outside of the block but is not one of "
+        "its outputs, so its gradient would not have the scale of the block. Return it from the "
+        "block (a tensor, or tensors in tuples, lists and dicts), or leave the block out of "
+        "blocks=."
     )
 
 
 def _refuse_argument(block: str, what: str) -> NoReturn:
     raise SettingError(
-        f"Block {block!r} uses {what}, which is neither a weight of it nor one of its arguments: "
-        "the scale of the block would stay in its gradient. Hand it to the block as an argument, "
-        "or leave the block out of blocks=."
+        f"Block {block!r} uses {what}, which is neither one of its weights nor one of its "
+        "arguments, so its gradient would keep the scale of the block. Pass it to the block as an "
+        "argument, or leave the block out of blocks=."
     )

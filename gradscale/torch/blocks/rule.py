@@ -96,8 +96,8 @@ class BlockPolicy:
                 raise SettingError(f"{name} must be >= 1, got {value}.")
         if not _FLOOR <= self.low <= self.target <= self.high <= 16:
             raise SettingError(
-                f"low, target and high must rise from -14 to 16, got {self.low}, {self.target}, "
-                f"{self.high}."
+                f"low, target and high must increase and lie between -14 and 16, got {self.low}, "
+                f"{self.target}, {self.high}."
             )
         if self.high - self.low < _LEAST_ROOM:
             raise SettingError(

@@ -75,9 +75,9 @@ class BlockScales:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
         if has_tenant(model, "Inspector"):
             raise SettingError(
-                "BlockScales does not go with Inspector, which would take the scales of blocks out "
-                "of gradients. Call inspector.close() first; print(blocks.report()) shows the "
-                "gradients of every block."
+                "BlockScales cannot be combined with Inspector, which would take the scales of "
+                "blocks out of gradients. Call inspector.close() first. print(blocks.report()) "
+                "shows the gradients of every block."
             )
         self._rule = BlockPolicy() if rule is None else rule
         self._group = group
@@ -230,11 +230,11 @@ class BlockScales:
         if never:
             some = ", ".join(never[:5]) + (f" and {len(never) - 5} more" if len(never) > 5 else "")
             warnings.warn(
-                f"After {_EARLY} updates of BlockScales the gradients of these weights were zero "
-                f"every time: {some}. print(blocks.report()) shows where gradients vanish. If they "
-                "vanish inside of a block, make it several blocks; if between two blocks, make "
-                "what lies there part of a block; if they enter the last block as zeros, the loss "
-                "scale is too low.",
+                f"The gradients of these weights were zero in all of the first {_EARLY} updates of "
+                f"BlockScales: {some}. print(blocks.report()) shows where gradients vanish. If "
+                "they vanish inside a block, split it into several blocks. If they vanish between "
+                "two blocks, make the modules between them part of a block. If they are already "
+                "zero when they enter the last block, the loss scale is too low.",
                 stacklevel=3,
             )
 
@@ -251,8 +251,8 @@ class BlockScales:
         """
         if not (self._hooks.measures or self._hooks.captured):
             raise CallOrderError(
-                f"check() is for a pass that measures: one of the first {_EARLY} updates, or any "
-                "with every=1."
+                f"check() must be called for a pass that measures: one of the first {_EARLY} "
+                "updates, or any pass with every=1."
             )
         names = {id(param): name for name, param in self._model.named_parameters()}
         paths.check(outputs, self._hooks, names)

@@ -266,24 +266,24 @@ class WeightViews:
         for unit in group.units:
             if type(unit.module) is not unit.kind:
                 raise CallOrderError(
-                    f"Block {hooks.blocks[unit.place].name!r} has become a "
-                    f"{type(unit.module).__name__} since BlockScales was made. Call fully_shard() "
-                    "first."
+                    f"Block {hooks.blocks[unit.place].name!r} became a "
+                    f"{type(unit.module).__name__} after BlockScales was created. Call "
+                    "fully_shard() first."
                 )
         for unit, _, _, _, param in found:
             if type(param) is not nn.Parameter and hasattr(param, "device_mesh"):
                 raise SettingError(
                     f"Block {hooks.blocks[unit.place].name!r} has weights that are DTensors, which "
-                    "BlockScales cannot scale. After fully_shard() that happens when a part of a "
-                    "sharded module is called on its own. Leave the block out of blocks=."
+                    "BlockScales cannot scale. After fully_shard(), this happens if a part of a "
+                    "sharded module is called directly. Leave the block out of blocks=."
                 )
             if param.dtype is torch.float16 and not HAS_GRAD_DTYPE:
                 raise SettingError(NO_GRAD_DTYPE)
             if param.dtype is torch.float16 and in_ddp():
                 raise SettingError(
                     f"Block {hooks.blocks[unit.place].name!r} has float16 weights, whose gradients "
-                    "are float32 with BlockScales, and DDP takes float16 alone. Use float32 "
-                    "weights with autocast, or fully_shard()."
+                    "are float32 with BlockScales, but DDP supports only float16 gradients for "
+                    "them. Use float32 weights with autocast, or fully_shard()."
                 )
 
     def widen(self, params: Iterable[Any]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 from gradscale.torch.features import untraced
 
 REASON = (
-    "Of a GradScaler, scale() compiles, and apply() with the optimizers of gradscale.torch.optim "
-    "(one or a list of them; parameters that are plain tensors, limits that are numbers, "
-    "zero_grad=True, no closure), from torch 2.8 on. Everything else is a graph break: leave out "
-    "fullgraph=True, or call it outside of the compiled function."
+    "Of the methods of GradScaler, only scale() can be compiled, and apply() with the optimizers "
+    "of gradscale.torch.optim (one or a list of them; parameters that are plain tensors, limits "
+    "that are numbers, zero_grad=True, no closure), from torch 2.8 on. All other methods are "
+    "graph breaks. Remove fullgraph=True, or call the method outside of the compiled function."
 )
 
 

@@ -48,8 +48,8 @@ class ScalerHandle:
         outcome = dict(self._outcomes).get(int(number))
         if outcome is None:
             raise CallOrderError(
-                f"The outcomes of the last {KEPT} compiled steps are kept, and this one is older. "
-                "Ask for it sooner."
+                f"Only the outcomes of the last {KEPT} compiled steps are kept, and this one is "
+                "older. Read it sooner."
             )
         return outcome
 
@@ -78,7 +78,7 @@ def find(number: int) -> Any:
     owner = _owners.get(number)
     if owner is None:
         raise CallOrderError(
-            "The scaler or optimizer of a compiled function is gone. Keep it as long as its losses "
-            "and gradients."
+            "The scaler or optimizer of a compiled function was deleted. Keep it as long as its "
+            "losses and gradients are used."
         )
     return owner

@@ -51,8 +51,9 @@ def predivisor(ranks: int) -> int:
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise SettingError(
-            f"average_in_float16 takes 1 to {MAX_RANKS} ranks, got {ranks}. With more of them sums "
-            "may overflow: leave the hook away, and gradients are averaged in their own format."
+            f"average_in_float16 supports 1 to {MAX_RANKS} ranks, got {ranks}, because with more "
+            "of them sums may overflow. Do not register the hook; gradients are then averaged in "
+            "their own format."
         )
     return 1 << (ranks - 1).bit_length()
 

@@ -81,11 +81,11 @@ class Drift:
             if not self._repairs:
                 raise StateError(
                     f"The scale of the ranks {ranks} differs from that of rank {first}. Load the "
-                    'same state and give the same settings everywhere, or pass on_drift="repair".'
+                    'same state and use the same settings on all ranks, or pass on_drift="repair".'
                 )
             warnings.warn(
-                f"The scale of the ranks {ranks} differed from that of rank {first}, and is the "
-                "same now.",
+                f"The scale of the ranks {ranks} differed from that of rank {first}. It was "
+                "repaired and is now the same on all ranks.",
                 stacklevel=caller_level(),
             )
             values = state.guarded()

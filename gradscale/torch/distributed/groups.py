@@ -105,7 +105,7 @@ class Groups:
         given = list(_members(groups))
         if len({id(group.process) for group in given}) < len(given):
             raise SettingError(
-                "groups names a process group twice. Name it once, as Shards(group, of=...) if "
+                "groups contains a process group twice. Pass it once, as Shards(group, of=...) if "
                 "some parameters differ from rank to rank."
             )
         self._known = [group.weak() for group in given]
@@ -153,8 +153,8 @@ class Groups:
         found = [known._replace(process=known.process()) for known in self._known]
         if any(group.process is None for group in found):
             raise CallOrderError(
-                "A process group of the scaler has been destroyed. Make the scaler anew, or step "
-                "it before destroy_process_group()."
+                "A process group of the scaler has been destroyed. Create a new scaler, or call "
+                "step() before destroy_process_group()."
             )
         if self._auto:
             several = list(params)
@@ -239,8 +239,9 @@ def _without_parts(groups: list[Group]) -> list[Group]:
         around = [each for each, theirs in zip(groups, ranks, strict=True) if mine < theirs]
         if group.shards and not all(each.shards for each in around):
             raise SettingError(
-                f"The ranks {sorted(mine)} have shards, and a group that has all of them copies. "
-                "Pass the ranks that have copies of the same shards as that group."
+                f"The ranks {sorted(mine)} have shards, but a group that contains all of them was "
+                "passed as one with copies. Pass the ranks that have copies of the same shards as "
+                "that group."
             )
         if not around:
             left.setdefault(mine, group)
@@ -248,8 +249,8 @@ def _without_parts(groups: list[Group]) -> list[Group]:
         if len(one & other) > 1:
             raise SettingError(
                 f"Two groups of ranks that must agree share the ranks {sorted(one & other)}, so "
-                "norms would count twice. Pass GradScaler(groups=...) with one group that has "
-                "all of them."
+                "gradients would be counted twice in norms. Pass GradScaler(groups=...) with one "
+                "group that contains all of them."
             )
     return list(left.values())
 
@@ -294,8 +295,8 @@ def _members(groups: Any) -> Iterable[Group]:
         yield Group(groups)
     else:
         raise SettingError(
-            "groups takes process groups, DeviceMeshes, Shards of them, or several, got "
-            f"{type(groups).__name__}."
+            "groups must be process groups, DeviceMeshes, Shards of them, or several of these, "
+            f"got {type(groups).__name__}."
         )
 
 
@@ -304,7 +305,9 @@ def _by_identity(params: Iterable[Tensor]) -> Any:
     found = WeakIdKeyDictionary()
     for param in params:
         if not isinstance(param, Tensor):
-            raise SettingError(f"Shards(of=...) takes parameters, got {type(param).__name__}.")
+            raise SettingError(
+                f"The parameters of Shards(of=...) must be tensors, got {type(param).__name__}."
+            )
         found[param] = True
     return found
 

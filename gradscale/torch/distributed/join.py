@@ -72,8 +72,8 @@ class JoinableStep(Joinable):
         # ranks that have run out that there is another step: DDP does so, and this does not.
         if self._join_config.enable and self._join_config.is_first_joinable:
             raise SettingError(
-                "JoinableStep must come after the DDP model, got it as the first. Write "
-                "Join([model, JoinableStep(step, optimizer, model)])."
+                "JoinableStep must come after the DDP model, but is the first. Write Join([model, "
+                "JoinableStep(step, optimizer, model)])."
             )
         return self.model.join_process_group
 

@@ -53,8 +53,8 @@ def kernels_work(index: int) -> bool:
     if index not in _captured:
         _captured.add(index)
         _LOG.warning(
-            "cuda:%d: a CUDA graph is captured before the first step on this device, so it has "
-            "torch operations in place of kernels. Take a step before the capture.",
+            "cuda:%d: a CUDA graph is captured before the first step on this device, so the graph "
+            "uses torch operations in place of kernels. Run a step before the capture.",
             index,
         )
     return False

@@ -24,7 +24,7 @@ class Eager:
         if self._needed and not hasattr(torch.compiler, "set_stance"):
             raise SettingError(
                 f"Inspector of a compiled model needs torch 2.6 or later, got {torch.__version__}. "
-                "Give it a model that is not compiled."
+                "Pass a model that is not compiled."
             )
         self._stance: Any = None
 

@@ -64,9 +64,10 @@ class Inspector:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
         if has_tenant(model, "BlockScales"):
             raise SettingError(
-                "Inspector does not go with BlockScales: gradients between blocks have the scales "
-                "of blocks, and its hooks would take them out. print(blocks.report()) shows the "
-                "gradients of every block; or call blocks.remove() first."
+                "Inspector cannot be combined with BlockScales: gradients between blocks have the "
+                "scales of blocks, and the hooks of Inspector would take these scales out. "
+                "print(blocks.report()) shows the gradients of every block. To use Inspector, "
+                "call blocks.remove() first."
             )
         self._subject = Subject(model)
         self._tenancy = Tenancy(model, "Inspector")
@@ -91,8 +92,8 @@ class Inspector:
         """Ends an iteration; call it after the step if there is no scaler."""
         if self._link is not None:
             raise SettingError(
-                "step() is for an inspector without a scaler, and this one follows the update() of "
-                "its scaler. Leave out the call."
+                "step() is only for an inspector without a scaler, and this one is advanced by "
+                "the update() of its scaler. Remove the call."
             )
         self._end_iteration()
 

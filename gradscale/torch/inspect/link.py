@@ -33,7 +33,7 @@ class ScalerLink:
         if not isinstance(inner, GradScaler):
             raise SettingError(
                 "scaler must be a gradscale.torch.GradScaler or a MixedPrecision, got "
-                f"{type(scaler).__name__}. GradScaler.from_torch() makes one of torch's."
+                f"{type(scaler).__name__}. GradScaler.from_torch() converts a scaler of torch."
             )
         self.scaler = inner
         self._pipeline = inner._pipeline

@@ -72,8 +72,8 @@ def run(
                 loss = closure()
             if not isinstance(loss, Tensor) or not loss.requires_grad:
                 raise SettingError(
-                    "closure must return the loss, a tensor that needs a gradient, got "
-                    f"{type(loss).__name__}. Let it compute the loss and nothing else."
+                    "closure must return the loss, a tensor that requires a gradient, got "
+                    f"{type(loss).__name__}. It must compute the loss and nothing else."
                 )
             torch.autograd.backward(loss.float().sum() * scale)
     finally:
@@ -83,8 +83,8 @@ def run(
         raise SettingError("The loss of closure does not depend on any module of the model.")
     if whole and any(dtype in HALVES for dtype in probe.formats.values()):
         raise SettingError(
-            "closure must compute in float32 here, got activations in a 16-bit format. Leave out "
-            "its autocast: the format of the run is added where it belongs."
+            "closure must compute in float32, got activations in a 16-bit format. Remove autocast "
+            "from the closure: the format of the run is applied to it."
         )
     probe.trail.send()
     scales = {("scale", ""): torch.tensor(scale)}
@@ -143,8 +143,8 @@ def _check(subject: Subject) -> None:
     """Raises if the model cannot be run in two formats."""
     if any(hasattr(param, "device_mesh") for param in subject.params.values()):
         raise SettingError(
-            "A model of DTensors cannot be run in another format here. Do it before fully_shard() "
-            "or distribute_module()."
+            "A model with DTensors cannot be run in another format. Call this before "
+            "fully_shard() or distribute_module()."
         )
 
 

@@ -32,13 +32,13 @@ class Accumulation:
         """`loss`, or several, divided by the number of passes."""
         if self._thread != get_ident():
             raise CallOrderError(
-                "backward() was called by a second thread, while the first was within "
-                "accumulate(). Let them take turns by whole iterations."
+                "backward() was called by a second thread while the first was inside "
+                "accumulate(). Run whole iterations in turn."
             )
         if self.taken == self.passes:
             raise CallOrderError(
-                f"accumulate({self.passes}) has had {self.passes} backward passes, and this is one "
-                "more. Call step() after the block."
+                f"accumulate({self.passes}) has had {self.passes} backward passes already. Pass "
+                "the actual number of passes, and call step() after the block."
             )
         self.taken += 1
         if self.passes == 1:
@@ -51,6 +51,6 @@ class Accumulation:
         """Raises a CallOrderError if there were fewer passes than announced."""
         if self.taken < self.passes:
             raise CallOrderError(
-                f"accumulate({self.passes}) saw {self.taken} backward passes, so their mean would "
-                "be too small, and their gradients are cleared. Give it the number that there are."
+                f"accumulate({self.passes}) had only {self.taken} backward passes, so their mean "
+                "would be too small. The gradients were cleared. Pass the actual number of passes."
             )

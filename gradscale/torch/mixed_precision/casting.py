@@ -229,8 +229,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     while model is not bare(model):
         if isinstance(model, WRAPPERS):
             raise SettingError(
-                f"{type(model).__name__} uses the formats of the weights, so they cannot be cast "
-                "any more. Give MixedPrecision the model itself, and wrap it afterwards."
+                f"{type(model).__name__} depends on the formats of the weights, so the weights "
+                "cannot be cast any more. Pass the model itself to MixedPrecision, and wrap it "
+                "afterwards."
             )
         model = model._orig_mod  # type: ignore[assignment]
 
@@ -243,12 +244,13 @@ def _refuse(model: nn.Module, formats: dict[str, torch.dtype]) -> None:
             continue
         if hasattr(param, "device_mesh"):
             raise SettingError(
-                f"{name!r} is sharded, so it cannot be cast. Give fully_shard() a "
-                'MixedPrecisionPolicy(param_dtype=...) instead and use the mode "fp16" or "bf16".'
+                f"{name!r} is sharded, so it cannot be cast. Pass "
+                "MixedPrecisionPolicy(param_dtype=...) to fully_shard() instead and use the mode "
+                '"fp16" or "bf16".'
             )
         if param.grad is not None:
             raise CallOrderError(
-                f"{name!r} has a gradient, and is about to be cast. Call zero_grad() first."
+                f"{name!r} has a gradient and would be cast. Call zero_grad() first."
             )
         if formats[name] is torch.float16 and bool(_overflows(param)):
             raise SettingError(

@@ -55,9 +55,9 @@ def _mapped(value: Any, change: Change, deep: bool, whole: Whole) -> tuple[Any, 
     except Exception as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise SettingError(
-            f"The tensors of {kind} must be cast, and it cannot be rebuilt with other ones "
-            f"({type(error).__name__}: {error}). Let the model return a tuple, a dict or a "
-            "dataclass."
+            f"The tensors in {kind} must be cast, but it cannot be rebuilt with the new tensors "
+            f"({type(error).__name__}: {error}). Return a tuple, a dict or a dataclass from the "
+            "model."
         ) from error
 
 

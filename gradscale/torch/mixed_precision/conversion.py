@@ -113,8 +113,8 @@ def refuse_shared(optimizers: Sequence[Optimizer], mode: Mode) -> None:
     owners = Counter(id(param) for _, param in trained(optimizers))
     if any(count > 1 for count in owners.values()):
         raise SettingError(
-            f"A parameter is in two optimizers, which goes with no masters. Use the mode "
-            f'"{mode.passes.replace("float", "fp")}", or give it to one of them.'
+            "A parameter is in two optimizers, which is not supported with masters. Use the mode "
+            f'"{mode.passes.replace("float", "fp")}", or pass it to one of them only.'
         )
 
 
@@ -126,7 +126,7 @@ def convert_models(models: Sequence[nn.Module], mode: Mode, keep: Sequence[Keep]
     for each in keep:
         if not any(find(bare(model), each) for model in models):
             what = repr(each) if isinstance(each, str) else f"this {type(each).__name__}"
-            raise SettingError(f"keep_float32 has {what}, which is no module of the model.")
+            raise SettingError(f"keep_float32 contains {what}, which is not a module of the model.")
     kept = [(model, [each for each in keep if find(bare(model), each)]) for model in models]
     wide = mode.passes == "float32"
     if mode.casts:

@@ -127,9 +127,9 @@ class Masters:
         """A hook of the optimizer: refuses steps that would move weights and not their masters."""
         if self._entered is None and self.needed(with_grad(optimizer.param_groups)):
             raise CallOrderError(
-                "optimizer.step() was called, which would move weights and not their masters. Call "
-                "mp.step() instead; with Lightning, the step() of self.optimizers(), or of the "
-                "optimizer that fabric.setup() returned."
+                "optimizer.step() was called, which would update the weights and not their "
+                "masters. Call mp.step() instead. With Lightning, call step() of the optimizer "
+                "that self.optimizers() or fabric.setup() returned."
             )
 
     @torch.no_grad()

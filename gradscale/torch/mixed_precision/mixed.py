@@ -88,7 +88,7 @@ class MixedPrecision:
         self.models: list[nn.Module] = list(model) if several else [model]  # type: ignore[arg-type,list-item]
         self.optimizers = as_optimizers(optimizer, "MixedPrecision")
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
-            raise SettingError("MixedPrecision takes one or more models, got none or another.")
+            raise SettingError("MixedPrecision takes one or more models, each a torch.nn.Module.")
         policy = policy_for(self.mode, policy)
         self._device = device_of(self.models[0]).type
         self._dtype = None if self.mode.passes == "float32" else self.mode.dtype
@@ -147,7 +147,7 @@ class MixedPrecision:
         """
         accumulation = Accumulation(passes, drop)
         if self._accumulation is not None:
-            raise CallOrderError("accumulate() was called within accumulate(). Leave one out.")
+            raise CallOrderError("accumulate() was called inside accumulate(). Remove one of them.")
         self._refuse_other_threads()
         self._accumulation = accumulation
         try:
@@ -197,7 +197,7 @@ class MixedPrecision:
                 returns the loss.
         """
         if self._accumulation is not None:
-            raise CallOrderError("step() was called within accumulate(). Call it after the block.")
+            raise CallOrderError("step() was called inside accumulate(). Call it after the block.")
         if self._embeddings.shapes:
             self._embeddings.refuse_replaced(self.optimizers)
         chosen: Any = self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
@@ -206,8 +206,8 @@ class MixedPrecision:
             for each in chosen:
                 if all(each is not own for own in self.optimizers):
                     raise SettingError(
-                        "step() takes the optimizers that MixedPrecision was made with, got "
-                        f"{type(each).__name__}."
+                        "step() takes the optimizers that were passed to MixedPrecision, got "
+                        f"another {type(each).__name__}."
                     )
         with _in_our_words():
             return self.scaler.apply(
@@ -253,8 +253,9 @@ class MixedPrecision:
         self._refuse_other_threads()
         if has_gradients(self.optimizers):
             raise CallOrderError(
-                "run() was called with gradients there, which a retry would lose. Call step() or "
-                "zero_grad() first, or let the closure return all losses of the step."
+                "run() was called while the parameters have gradients, which a retry would lose. "
+                "Call step() or zero_grad() first, or return all losses of the step from the "
+                "closure."
             )
         snapshot = Snapshot(self.models)
 
@@ -286,7 +287,10 @@ class MixedPrecision:
                 made = closure()
             if not isinstance(made, Iterable):  # a tensor is one, too
                 what = type(made).__name__
-                raise SettingError(f"closure must return the loss, got {what}. Does it say return?")
+                raise SettingError(
+                    f"closure must return the loss, got {what}. Check that it has a return "
+                    "statement."
+                )
             if isinstance(made, Tensor):
                 self.backward(made)
                 return made.detach()
@@ -363,9 +367,11 @@ class MixedPrecision:
             model: Which of several models. Default: the only one.
         """
         if model is None and len(self.models) > 1:
-            raise SettingError(f"Say which of the {len(self.models)} models you mean: model=...")
+            raise SettingError(
+                f"MixedPrecision has {len(self.models)} models. Pass model= to choose one of them."
+            )
         if model is not None and all(model is not each for each in self.models):
-            raise SettingError("model must be one that MixedPrecision was made with.")
+            raise SettingError("model must be one of those that were passed to MixedPrecision.")
         chosen = self.models[0] if model is None else model
         return state.float32_state(chosen, self.optimizers, self._masters)
 

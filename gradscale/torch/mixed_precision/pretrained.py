@@ -83,9 +83,10 @@ class Embeddings:
                 if weight not in self.shapes and id(weight) in _trained(optimizers):
                     continue  # embeddings of another adapter, for one
                 raise CallOrderError(
-                    f"{type(model).__name__} has other embeddings than when MixedPrecision was "
-                    f"made, of shape {tuple(weight.shape)}: resize_token_embeddings() replaces "
-                    "them. Call it first, then build the optimizer and MixedPrecision."
+                    f"The embeddings of {type(model).__name__} have been replaced since "
+                    f"MixedPrecision was created, and now have shape {tuple(weight.shape)}: "
+                    "resize_token_embeddings() replaces them. Call it first, then create the "
+                    "optimizer and MixedPrecision."
                 )
 
     def refuse_stale(self, optimizers: Sequence[Optimizer]) -> None:
@@ -99,7 +100,7 @@ class Embeddings:
                 if missing and weight.shape[1:] in others:
                     raise SettingError(
                         f"The optimizer has embeddings that {type(model).__name__} no longer has, "
-                        f"and not those of shape {tuple(weight.shape)} that it has now. Build the "
+                        f"and not the present ones of shape {tuple(weight.shape)}. Create the "
                         "optimizer after resize_token_embeddings()."
                     )
 

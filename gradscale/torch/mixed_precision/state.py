@@ -76,16 +76,16 @@ def check(mp: MixedPrecision, state: Any) -> None:
     wanted = {"version", "mode", "models", "optimizers", "scaler", "followed", "retries"}
     if not isinstance(state, Mapping) or not wanted <= state.keys():
         found = list(state) if isinstance(state, Mapping) else type(state).__name__
-        raise StateError(f"This is no state of MixedPrecision: it has {found}.")
+        raise StateError(f"The state is not a state of MixedPrecision: it has {found}.")
     if state["version"] != VERSION:
         raise StateError(
-            f"This state has version {state['version']!r}, and this gradscale reads {VERSION}. "
-            "Load it with the gradscale that saved it."
+            f"The state has version {state['version']!r}, but this version of gradscale reads "
+            f"version {VERSION}. Load it with the version of gradscale that saved it."
         )
     if state["mode"] != mp.mode.name:
         raise StateError(
-            f"This state is of the mode {state['mode']!r}, and this run is {mp.mode.name!r}. Go on "
-            "in the same mode, or load float32_model_state()."
+            f"The state was saved in the mode {state['mode']!r}, but this run uses "
+            f"{mp.mode.name!r}. Use the same mode, or load float32_model_state()."
         )
     here: dict[str, list[Any]] = {
         "models": mp.models,
@@ -94,25 +94,33 @@ def check(mp: MixedPrecision, state: Any) -> None:
     }
     for kind, mine in here.items():
         if len(state[kind]) != len(mine):
-            raise StateError(f"This state has {len(state[kind])} {kind}, here are {len(mine)}.")
+            what = "followed objects" if kind == "followed" else kind
+            raise StateError(
+                f"The state has {len(state[kind])} {what}, but this MixedPrecision has {len(mine)}."
+            )
     kinds = [type(each).__name__ for each, _ in mp._followed]
     theirs = [name for name, _ in state["followed"]]
     if kinds != theirs:
-        raise StateError(f"This state is followed by {theirs}, and this run by {kinds}.")
+        raise StateError(
+            f"The state was saved with follow() of {theirs}, but this MixedPrecision has {kinds}."
+        )
     for model, saved in zip(mp.models, state["models"], strict=True):
         own = bare(model).state_dict()
         for name in {**own, **saved}:
             if name in own and name in saved and _shape(own[name]) == _shape(saved[name]):
                 continue
             raise StateError(
-                f"The weight {name!r} is missing here or there, or has another shape. Load a state "
-                "that was saved with this model."
+                f"The weight {name!r} is missing in the model or in the state, or has another "
+                "shape. Load a state that was saved with this model."
             )
     for optimizer, saved in zip(mp.optimizers, state["optimizers"], strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
         if sizes != saved_sizes:
-            raise StateError(f"This optimizer has groups of {sizes}, and the state {saved_sizes}.")
+            raise StateError(
+                f"This optimizer has parameter groups of {sizes} parameters, but the state has "
+                f"groups of {saved_sizes}."
+            )
 
 
 def _shape(value: Any) -> Any:

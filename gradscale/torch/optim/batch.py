@@ -155,8 +155,8 @@ def grads_laid_out(params: list[Tensor]) -> list[Tensor] | None:
         return None
     if any(grad.layout is not torch.strided for grad in grads):
         raise RuntimeError(
-            "Optimizers of gradscale take dense gradients, got sparse ones. Use sparse=False "
-            "in embeddings, or torch.optim.SparseAdam for their parameters."
+            "Optimizers of gradscale support only dense gradients, got sparse ones. Use "
+            "sparse=False in embeddings, or torch.optim.SparseAdam for their parameters."
         )
     if strides_of(grads) != strides_of(locals_of(params)):
         for param in params:

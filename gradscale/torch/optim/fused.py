@@ -135,7 +135,7 @@ class FusedStep:
         if reason is not None:
             if reason not in self._reasons:
                 self._reasons.add(reason)
-                text = f"{type(optimizer).__name__} takes the reference path: {reason}."
+                text = f"{type(optimizer).__name__} uses the reference path: {reason}."
                 warnings.warn(text, stacklevel=caller_level())
             return None
         self.forget()
@@ -303,7 +303,9 @@ def always_fused(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in _FIXED.items():
         given = rest.pop(name, None)
         if given not in (None, value):
-            raise SettingError(f"{name} is {value} in gradscale's {kind.__name__}, got {given!r}.")
+            raise SettingError(
+                f"{name} must be {value} in gradscale's {kind.__name__}, got {given!r}."
+            )
     return {**rest, "fused": True}
 
 

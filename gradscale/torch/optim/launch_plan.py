@@ -38,7 +38,7 @@ def unsupported(groups: list[Group], params: list[Tensor]) -> str | None:
     if len({param.device for param in params}) > 1:
         return "the parameters are on several devices"
     if len(set(map(id, params))) < len(params):
-        return "the kernel takes every parameter once"
+        return "the kernel does not support parameters that occur twice"
     reasons = chain([_unsupported_setting(groups)], map(_unsupported_param, params))
     return next(filter(None, reasons), None)
 
@@ -48,11 +48,13 @@ def _unsupported_setting(groups: list[Group]) -> str | None:
     for group in groups:
         lr = group["lr"]
         if isinstance(lr, Tensor) and not dispatch.uses_triton(lr.device):
-            return "the kernel takes a learning rate that is a number or a tensor on the device"
+            return (
+                "the kernel supports only learning rates that are numbers or tensors on the device"
+            )
         if group.get("amsgrad"):
-            return "the kernel does not do amsgrad"
+            return "the kernel does not support amsgrad"
         if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
-            return "the kernel does not take betas that are tensors"
+            return "the kernel does not support betas that are tensors"
     return None
 
 
@@ -60,14 +62,18 @@ def _unsupported_param(param: Tensor) -> str | None:
     """Why the kernel cannot step `param` with its gradient; None if it can."""
     grad, here = local_grad(param), local(param)
     if param.dtype not in dispatch.DTYPES:
-        return "the kernel takes float32, float16 and bfloat16 parameters"
+        return "the kernel supports only float32, float16 and bfloat16 parameters"
     if grad.layout is not torch.strided:
-        return "the kernel takes dense gradients"
+        return "the kernel supports only dense gradients"
     if grad.dtype is not here.dtype or grad.shape != here.shape:
-        return "the kernel takes gradients of the format and shape of their parameters"
+        return "the kernel supports only gradients of the format and shape of their parameters"
     if not all_plain([grad]):
-        return "the kernel takes gradients of plain tensors"
-    return None if dispatch.dense(here) else "the kernel takes parameters without gaps"
+        return "the kernel supports only gradients that are plain tensors"
+    return (
+        None
+        if dispatch.dense(here)
+        else ("the kernel supports only parameters without gaps in memory")
+    )
 
 
 class _Launch:

@@ -52,13 +52,15 @@ def backward(
     check_loss_id(loss_id)
     if spare is not None:
         warnings.warn(
-            "backward(spare=...) is called droppable= now.",
+            "backward(spare=...) is deprecated. Use droppable=.",
             DeprecationWarning,
             stacklevel=caller_level(),
         )
         droppable = spare
     if droppable and loss_id != 0:
-        raise SettingError(f"droppable=True goes with the common scale, got loss_id={loss_id!r}.")
+        raise SettingError(
+            f"droppable=True cannot be combined with loss_id, got loss_id={loss_id!r}."
+        )
     if not scaler.is_enabled():
         torch.autograd.backward(losses, **kwargs)
         return
@@ -95,7 +97,7 @@ def _backward_own(
     own = iteration.losses.get(loss_id)
     if own is None:
         if loss_id not in state.losses:
-            passes.refuse_capture(f"A loss with loss_id={loss_id!r} comes for the first time")
+            passes.refuse_capture(f"A loss with loss_id={loss_id!r} is scaled for the first time")
         half = any(one.dtype is torch.float16 for one in losses)
         if half:
             passes.check_half()
@@ -149,4 +151,4 @@ def penalty_grad(
 def check_loss_id(loss_id: Any) -> None:
     """Raises SettingError if `loss_id` cannot be one."""
     if isinstance(loss_id, bool) or not isinstance(loss_id, int | str):
-        raise SettingError(f"loss_id must be a whole number or a name, got {loss_id!r}.")
+        raise SettingError(f"loss_id must be a whole number or a string, got {loss_id!r}.")

@@ -89,8 +89,8 @@ def _try(
         loss = closure()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise SettingError(
-                "closure must return the loss, a tensor that needs a gradient, got "
-                f"{type(loss).__name__}. Let it compute the loss and nothing else."
+                "closure must return the loss, a tensor that requires a gradient, got "
+                f"{type(loss).__name__}. It must compute the loss and nothing else."
             )
         if pipeline.state.live is None:
             pipeline.place(loss.device)
@@ -99,15 +99,16 @@ def _try(
         worst = float(largest((total * 0).abs(), groups))  # NaN if one is not finite
         if not math.isfinite(worst):
             raise StuckError(
-                f"calibrate() found a loss of {float(total):g}, or one on another rank that is "
-                "not finite, which no scale is to blame for. Look at the batch and the forward "
-                "pass."
+                f"calibrate() found a loss of {float(total):g}, or one on another rank that is not "
+                "finite, and the scale is not the cause. Check the batch and the forward pass."
             )
         factor = torch.full((), scale, dtype=torch.float32, device=loss.device)
         torch.autograd.backward(times(loss, factor))
         there = [p for p in params if p.grad is not None]
         if not there and not groups:
-            raise SettingError("The loss of closure reaches no parameter of the optimizers.")
+            raise SettingError(
+                "The loss of closure does not depend on any parameter of the optimizers."
+            )
         amax = 0.0
         if there:
             amax = measure(Gradients(there), UNIT, amax=True).stats.amax

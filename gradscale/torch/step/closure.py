@@ -74,7 +74,7 @@ class ClosureStep:
         if self._ready:
             if before is None:
                 raise CallOrderError(
-                    "step() found gradients where unscale_() has found none. Call unscale_() after "
+                    "step() found gradients, but unscale_() had found none. Call unscale_() after "
                     "the last backward pass of an iteration."
                 )
             bad = not (bool(before.finite) and bool(before.fits))
@@ -135,7 +135,9 @@ class ClosureStep:
             )
         if loss is None or passes.last_scaled() is loss:
             what = "nothing" if loss is None else "the scaled loss"
-            raise CallOrderError(f"The closure returned {what}. Return the loss itself, unscaled.")
+            raise CallOrderError(
+                f"The closure must return the unscaled loss, but it returned {what}."
+            )
         self._evaluations += 1
         if has_ranks():
             groups = self._optimizer.param_groups

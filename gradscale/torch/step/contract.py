@@ -74,7 +74,9 @@ def as_optimizers(given: Any, caller: str) -> list[Optimizer]:
         what = odd[0] if odd else "none"
         hint = " Pass the optimizer of this model." if isinstance(given, torch.nn.Module) else ""
         hint = " Pass the loss to backward() first." if is_tensor else hint
-        raise SettingError(f"{caller}: optimizer must be one or more, got {what}.{hint}")
+        raise SettingError(
+            f"{caller}: optimizer must be an optimizer or several of them, got {what}.{hint}"
+        )
     return several
 
 
@@ -163,10 +165,10 @@ def refuse_small_eps(optimizer: Any, params: list[Tensor]) -> None:
         if any(id(param) in half for param in group["params"]):
             name = type(optimizer).__name__
             raise SettingError(
-                f"eps={eps:g} of {name} is 0 in float16, and its parameters are float16: it would "
-                "divide by 0 and make them NaN. Train with float32 masters: "
-                f'MixedPrecision(model, optimizer, "fp16-master"), or {name} of '
-                "gradscale.torch.optim where there is one; or give it eps=1e-4."
+                f"eps={eps:g} of {name} is 0 in float16, and its parameters are float16, so the "
+                "step would divide by 0 and the parameters would become NaN. Train with float32 "
+                f'masters: MixedPrecision(model, optimizer, "fp16-master"), or {name} of '
+                "gradscale.torch.optim if there is one. Or pass eps=1e-4."
             )
 
 

@@ -82,7 +82,7 @@ def step(pipeline: Pipeline, scaler: Any, optimizer: Any, args: Any, kwargs: Any
     if entry.stage is UNSCALED:
         if entry.stats is None and entry.decision is None:
             raise CallOrderError(
-                "step() found gradients where unscale_() has found none. Call unscale_() after the "
+                "step() found gradients, but unscale_() had found none. Call unscale_() after the "
                 "last backward pass of an iteration."
             )
         if pipeline.recheck:
@@ -105,8 +105,8 @@ def nothing(pipeline: Pipeline, one: Step) -> None:
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     warnings.warn(
         f"The step did nothing: 0 of the {total} parameters of this {names} have a gradient. "
-        "If that is not meant, is the loss detached, are all parameters frozen, or was the "
-        "optimizer built before the model was moved or rebuilt?",
+        "Unless this is intended, check whether the loss is detached, whether all parameters are "
+        "frozen, and whether the optimizer was created before the model was moved or rebuilt.",
         stacklevel=caller_level(),
     )
     one.nothing = True

@@ -170,7 +170,9 @@ def backward_common(
     scaled: list[Tensor], passes: Passes, known: Sequence[Tensor], kwargs: Mapping[str, Any]
 ) -> Any:
     """Runs the pass of `scaled` losses of the common scale; the amax of its gradients alone."""
-    with _apart(scaled, passes, known, kwargs, "a loss beside one with a loss_id") as made:
+    with _apart(
+        scaled, passes, known, kwargs, "a loss in one iteration with a loss that has a loss_id"
+    ) as made:
         return measure(Gradients(made), passes.current().scale.unit(), amax=True).stats.amax
 
 
@@ -190,8 +192,8 @@ def _apart(
     """
     if kwargs.get("create_graph"):
         raise SettingError(
-            f"create_graph does not go with {what}: the gradients are changed afterwards. Use "
-            "scaler.grad() for gradient penalties."
+            f"create_graph=True is not supported with {what}, because its gradients are changed "
+            "after the backward pass. Use scaler.grad() for gradient penalties."
         )
     leaves = _leaves(scaled, kwargs.get("inputs"))
     if kwargs.get("inputs") is not None:
@@ -228,9 +230,9 @@ def _apart(
     lost = any(leaf.grad is None for leaf in leaves) and has_ranks()
     if lost and all(param.grad is None for param in others):
         raise CallOrderError(
-            f"The gradients of a loss with {what} went to tensors that the scaler has not "
-            "seen, as those of FSDP do. Call optimizer.zero_grad(), and scaler.name(model) before "
-            "the first loss."
+            f"The gradients of a loss with {what} were written to tensors that the scaler has not "
+            "seen, as with FSDP. Call optimizer.zero_grad(), and scaler.name(model) before the "
+            "first loss."
         )
     yield [leaf for leaf, _, _ in before if leaf.grad is not None]
     for leaf, grad, copy in before:
@@ -258,8 +260,8 @@ def _refuse_unscaled(params: list[Tensor], passes: Passes, what: str) -> None:
     reached = any(not ids.isdisjoint(entry.param_ids()) for entry in entries)
     if reached or (passes.unscaled_now and any(map(passes.is_unscaled, params))):
         raise CallOrderError(
-            f"A loss with {what} would add to gradients that are unscaled already. Call "
-            "optimizer.zero_grad() before its backward pass."
+            f"The gradients of a loss with {what} would be added to gradients that are already "
+            "unscaled. Call optimizer.zero_grad() before its backward pass."
         )
 
 
@@ -296,8 +298,9 @@ def _leaves(outputs: list[Tensor], inputs: Any) -> list[Tensor]:
             found[id(leaf)] = leaf
         if node.name() == "CheckpointFunctionBackward":
             raise CallOrderError(
-                "A loss with a loss_id or droppable=True cannot see the parameters inside a "
-                "reentrant checkpoint. Call checkpoint() with use_reentrant=False."
+                "loss_id and droppable=True are not supported with reentrant checkpoints, because "
+                "the scaler cannot find the parameters inside them. Call checkpoint() with "
+                "use_reentrant=False."
             )
         for nearer, _ in node.next_functions:
             if nearer is not None and nearer not in seen:

@@ -197,9 +197,9 @@ class Passes:
                 return iteration
             if owner not in (None, thread) and any(t.ident == owner for t in threading.enumerate()):
                 raise CallOrderError(
-                    "The scaler was used by a second thread, before the first has ended its "
-                    "iteration with update() or apply(). Let them take turns by whole iterations, "
-                    "or give each thread a scaler of its own."
+                    "The scaler was used by a second thread before the first thread ended its "
+                    "iteration with update() or apply(). Run whole iterations in turn, or use a "
+                    "separate scaler for each thread."
                 )
             iteration.thread = thread
             return iteration
@@ -273,14 +273,14 @@ class Passes:
         """Warns once that a float16 loss limits the scale; raises where other ranks lack it."""
         if self.entries.consensus.groups.has_stages():
             raise SettingError(
-                "The loss is float16, which limits the scale, and the ranks that have no loss do "
-                "not see that. Compute it with loss.float()."
+                "The loss is float16, which limits the scale, but ranks without a loss do not "
+                "have this limit. Pass loss.float() instead."
             )
         if not self._warned_half:
             self._warned_half = True
             warnings.warn(
-                "The loss is float16, so its backward pass begins in float16 and the scale can be "
-                f"{HALF_LOSS_SCALE:g} at most. Compute it with loss.float() to lift the limit.",
+                "The loss is float16, so its backward pass begins in float16 and the scale is "
+                f"limited to {HALF_LOSS_SCALE:g}. Pass loss.float() instead to remove the limit.",
                 stacklevel=caller_level(),
             )
 
@@ -385,8 +385,9 @@ class Passes:
         left = iteration is not None and iteration.unreduced
         if left or not self.is_reducing():
             raise CallOrderError(
-                f"The gradients of a loss with {what} are looked at on their own, so every pass of "
-                "the step must be reduced: not in no_sync(), with set_requires_gradient_sync(True)."
+                f"The gradients of a loss with {what} are checked separately, so they must be "
+                "reduced in every backward pass of the step. Do not use no_sync(), and call "
+                "set_requires_gradient_sync(True)."
             )
 
     def refuse_capture(self, what: str) -> None:
@@ -396,8 +397,8 @@ class Passes:
         """
         if capturing():
             raise CallOrderError(
-                f"{what} inside a CUDA graph, and every replay would start from there. Run a whole "
-                "iteration, from the loss to update(), before you capture one."
+                f"{what} inside a CUDA graph, so every replay would start from the initial values. "
+                "Run a whole iteration, from the loss to update(), before the capture."
             )
 
     def is_unscaled(self, param: Tensor) -> bool:

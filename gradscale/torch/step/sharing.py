@@ -50,8 +50,9 @@ def droppable_passes(passes: Passes, entry: OptimizerEntry) -> list[DroppablePas
     stepped_at = max(entry.stepped_at, 0)
     if reached and passes.last_plain > stepped_at:
         raise CallOrderError(
-            f"{len(mine)} of {passes.count - stepped_at} losses had droppable=True, so what is "
-            "left out cannot be made up for. Give it to all losses of a step, or to none."
+            f"{len(mine)} of {passes.count - stepped_at} losses had droppable=True, so the "
+            "gradients cannot be corrected for dropped passes. Pass droppable=True for all losses "
+            "of a step, or for none."
         )
     return reached
 
@@ -89,8 +90,9 @@ def unscaled_among(
                 _unscale_skipped(passes, [p for p in params if id(p) in ids], step)
             if not known and not ids.isdisjoint(map(id, params)):
                 raise CallOrderError(
-                    "A parameter that two optimizers share was stepped by one that unscales by "
-                    "itself. Call scaler.unscale_() for that optimizer before its step()."
+                    "A parameter that two optimizers share was stepped by an optimizer that "
+                    "unscales gradients itself. Call scaler.unscale_() for that optimizer before "
+                    "its step()."
                 )
             used |= ids
         elif entry.stage is STEPPED and entry.witness is not None and not entry.older:

@@ -49,8 +49,8 @@ class _Follower:
         if moved and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{type(self._thing).__name__}.step() was called by hand, and follow() steps it as "
-                "well, so this step of follow() is left out. Do one of the two.",
+                f"{type(self._thing).__name__}.step() was called manually, but follow() calls it "
+                "as well, so this call of follow() is left out. Remove one of the two.",
                 stacklevel=caller_level(),
             )
         if not moved:
@@ -71,15 +71,15 @@ class Followers:
         """Calls `thing`, or its `step()`, after every applied step of `optimizer`."""
         if hasattr(thing, "param_groups"):
             raise SettingError(
-                f"follow() takes what follows the steps of an optimizer, got the optimizer "
-                f"{type(thing).__name__} itself. Pass it to apply() or step()."
+                "follow() takes schedulers and other objects that follow an optimizer, got the "
+                f"optimizer {type(thing).__name__} itself. Pass it to apply() or step()."
             )
         step = getattr(thing, "step", None)
         call = step if callable(step) else thing
         if not callable(call) or isinstance(call, torch.nn.Module) or _wants_arguments(call):
             raise SettingError(
                 "follow() takes functions without arguments and objects whose step() needs none, "
-                f"got {type(thing).__name__}. Wrap the call that you want in a lambda."
+                f"got {type(thing).__name__}. Wrap the call in a lambda."
             )
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise SettingError(

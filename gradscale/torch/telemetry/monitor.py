@@ -328,8 +328,9 @@ _NOBODY: frozenset[int] = frozenset()
 def _warn_of_loss(count: int) -> None:
     """Warns that the log was too short."""
     warnings.warn(
-        f"The results of {count} steps in CUDA graphs are lost: they have no events, and nothing "
-        f"follows them. flush() has to be called at least every {ROWS:,} replays.",
+        f"The results of {count} steps in CUDA graphs are lost: there are no events for them, and "
+        f"follow() has not stepped schedulers for them. Call flush() at least every {ROWS:,} "
+        "replays.",
         stacklevel=caller_level(),
     )
 

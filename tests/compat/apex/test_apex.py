@@ -253,7 +253,7 @@ def test_model_initialized_again_is_wrapped_once() -> None:
 
 
 def test_model_cast_twice_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"call amp.initialize\(\) once"):
+    with pytest.raises(SettingError, match=r"call amp.initialize\(\) only once"):
         amp.initialize(initialized("O2"), opt_level="O2")
 
 
@@ -389,7 +389,7 @@ def test_registered_function_is_replaced_from_initialize_on() -> None:
 
 def test_unknown_function_is_refused() -> None:
     with pytest.raises(
-        SettingError, match=r"name must be that of a function of 'math', got 'sine'"
+        SettingError, match=r"name must be the name of a function of 'math', got 'sine'"
     ):
         amp.register_half_function(__import__("math"), "sine")
 

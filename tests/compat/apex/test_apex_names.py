@@ -190,7 +190,7 @@ def test_fp16_optimizer_refuses_what_it_cannot_do() -> None:
     layer, optimizer = half_line(static_loss_scale=2.0)
     with pytest.raises(CallOrderError, match="closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(CallOrderError, match=r"saved by state_dict\(\)"):
+    with pytest.raises(CallOrderError, match=r"cannot be pickled. Save its state_dict\(\)"):
         copy.copy(optimizer)
     with pytest.raises(StateError, match="Nothing was loaded"):
         optimizer.load_state_dict({"loss_scaler": object()})
@@ -259,7 +259,7 @@ def test_masters_by_hand_train_a_half_model(flat: bool) -> None:
 
 def test_flat_masters_need_one_format() -> None:
     model = fp16_utils.convert_network(network(), HALF)
-    with pytest.raises(SettingError, match="parameters of one format"):
+    with pytest.raises(SettingError, match="parameters of one dtype"):
         fp16_utils.prep_param_lists(model, flat_master=True)
 
 

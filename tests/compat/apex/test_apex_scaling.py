@@ -294,7 +294,9 @@ def test_unknown_loss_is_refused(loss_id: Any) -> None:
 def test_unknown_optimizer_is_refused() -> None:
     model, _ = start("O1")
     stranger = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SettingError, match=r"those that amp.initialize\(\) has seen, got another"):
+    with pytest.raises(
+        SettingError, match=r"those that were passed to amp.initialize\(\), got another"
+    ):
         one_pass(model, stranger, 1.0, 1.0)
 
 
@@ -622,7 +624,7 @@ def test_collapsed_scale_of_an_old_checkpoint_is_lifted() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}, "has 1 loss scalers, .* made 2"),
+        ({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 0}}, "has 1 loss scalers, .* created 2"),
         ({}, "must be what amp.state_dict"),
         ({"scale": 1.0, "growth_tracker": 1, "hysteresis_tracker": 1}, "must be what amp.state"),
         (
@@ -637,7 +639,7 @@ def test_collapsed_scale_of_an_old_checkpoint_is_lifted() -> None:
                 "loss_scaler0": {"loss_scale": 4.0, "unskipped": 0},
                 "loss_scaler1": {"loss_scale": 1e-60, "unskipped": 0},
             },
-            "loss_scaler1: loss_scale must be one of float32's",
+            "loss_scaler1: loss_scale must be a normal float32 number",
         ),
     ],
 )

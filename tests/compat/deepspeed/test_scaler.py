@@ -66,7 +66,7 @@ def test_settings_of_deepspeed_are_those_of_the_policy() -> None:
         ({"init_scale": 8.0}, "needs scale_window, min_scale, delayed_shift"),
         ({"init_scale": 8.0, "policy": RULE}, "either policy or DeepSpeed's settings"),
         ({"policy": gs.Headroom()}, "gs.Dynamic"),
-        ({"policy": gs.Static(2.0)}, "LossScaler has a scale that never moves"),
+        ({"policy": gs.Static(2.0)}, "Use LossScaler for a constant scale"),
         ({"policy": RULE, "on_stuck": "print"}, "on_stuck"),
         ({"policy": RULE, "stuck_after": 0}, "stuck_after"),
     ],

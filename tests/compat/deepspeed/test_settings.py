@@ -87,7 +87,7 @@ def test_given_configuration_is_not_changed() -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (section(), "consecutive_hysteresis=False cannot be translated"),
+        (section(), "consecutive_hysteresis=False has no counterpart"),
         (section(hysteresis=4, consecutive_hysteresis=False), "hysteresis=4"),
         (section(hysteresis=0, consecutive_hysteresis=True), "fp16.hysteresis"),
         (section(hysteresis=1, loss_scale_window=0), "fp16.loss_scale_window"),

@@ -151,7 +151,7 @@ def test_constant_scale_stays_and_skips(alone: dict[str, Any], stage: str) -> No
         ("bfloat16", "fp16.enabled to true"),
         ("measuring", "got Headroom()"),
         ("allowance", "hysteresis=2 with consecutive_hysteresis=False"),
-        ("not ours", "attach() was called on"),
+        ("not ours", "on which attach() was called"),
     ],
 )
 def test_what_does_not_go_together_is_named(alone: dict[str, Any], case: str, words: str) -> None:

@@ -227,7 +227,7 @@ def test_checkpoints_of_flax_go_both_ways() -> None:
     back = serialization.from_bytes(theirs.DynamicScale(), serialization.to_bytes(read))
     assert (int(back.fin_steps), float(back.scale)) == (5, 2.0**12)
     for wrong in ({"scale": 1.0}, {"scale": 1.0, "fin_steps": 0, "more": 1}):
-        with pytest.raises(gradscale.StateError, match="has fin_steps and scale, got"):
+        with pytest.raises(gradscale.StateError, match="must have fin_steps and scale, got"):
             serialization.from_state_dict(DynamicScale(), wrong)
 
 

@@ -98,7 +98,7 @@ def test_constant_scale_has_no_state() -> None:
 
 
 def test_policy_that_needs_measurements_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"measures nothing else, got Headroom\(\)"):
+    with pytest.raises(SettingError, match=r"only whether gradients were finite, got Headroom\(\)"):
         made(gs.Headroom())
 
 

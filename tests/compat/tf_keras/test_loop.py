@@ -172,8 +172,8 @@ def test_scale_that_does_not_move() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dynamic": False}, "With dynamic=False give initial_scale"),
-        ({"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 2}, "neither"),
+        ({"dynamic": False}, "dynamic=False requires initial_scale"),
+        ({"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 2}, "does not allow"),
         ({"dynamic": 3}, "dynamic must be True or False, got 3"),
     ],
 )

@@ -247,7 +247,7 @@ def test_gradients_of_gradients_are_refused() -> None:
     model = build(plain)
     BlockScales(model)
     x = inputs(plain).requires_grad_()
-    with pytest.raises(SettingError, match="create_graph=True does not go with BlockScales"):
+    with pytest.raises(SettingError, match="create_graph=True is not supported with BlockScales"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (grad,) = torch.autograd.grad(model(x).sum(), x)
     assert grad.any()

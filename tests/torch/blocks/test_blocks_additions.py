@@ -81,7 +81,9 @@ def test_weights_that_are_put_into_a_block_are_refused(
     model(torch.ones(1, 4)).sum().backward()
     blocks.update()
     change(model)
-    message = f"Block 'blocks.1' has got the weight '{name}.*blocks.remove.*make BlockScales again"
+    message = (
+        f"Block 'blocks.1' has the new weight '{name}.*blocks.remove.*create BlockScales again"
+    )
     for _ in range(2):
         with pytest.raises(CallOrderError, match=message):
             model(torch.ones(1, 4))
@@ -121,11 +123,11 @@ def test_inspector_and_block_scales_do_not_go_together() -> None:
     model = Chain()
     blocks = BlockScales(model)
     for whole in (model, nn.Sequential(model), model.blocks[1]):
-        with pytest.raises(SettingError, match="Inspector does not go with BlockScales"):
+        with pytest.raises(SettingError, match="Inspector cannot be combined with BlockScales"):
             Inspector(whole)
     blocks.remove()
     with Inspector(model):
-        with pytest.raises(SettingError, match="BlockScales does not go with Inspector"):
+        with pytest.raises(SettingError, match="BlockScales cannot be combined with Inspector"):
             BlockScales(model)
         BlockScales(Chain())
     blocks = BlockScales(model)

@@ -421,7 +421,7 @@ def test_float16_weights_in_ddp_are_refused(one_rank: Any) -> None:
     model = build(residuals).half()
     call = nn.parallel.DistributedDataParallel(model)
     BlockScales(model)
-    with pytest.raises(SettingError, match="DDP takes float16 alone"):
+    with pytest.raises(SettingError, match="DDP supports only float16 gradients"):
         call(torch.ones(1, WIDTH).half())
 
 

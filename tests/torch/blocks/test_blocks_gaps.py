@@ -682,7 +682,10 @@ def test_weights_that_never_get_a_gradient_are_named() -> None:
         gradients(model, torch.ones(1, WIDTH))
         blocks.update()
     gradients(model, torch.ones(1, WIDTH))
-    with pytest.warns(UserWarning, match=r"every time: blocks\.0\.\w+\.weight, .* and 15 more"):
+    with pytest.warns(
+        UserWarning,
+        match=r"first 16 updates of BlockScales: blocks\.0\.\w+\.weight, .* and 15 more",
+    ):
         blocks.update()
     gradients(model, torch.ones(1, WIDTH))
     blocks.update()  # once

@@ -97,7 +97,7 @@ def test_model_that_moves_to_another_device_is_refused() -> None:
     model = plain()
     BlockScales(model)
     model.to("meta")
-    with pytest.raises(CallOrderError, match=r"'0' is called on meta\. Make it after"):
+    with pytest.raises(CallOrderError, match=r"'0' is called on meta\. Create BlockScales after"):
         model(torch.randn(2, WIDTH, device="meta", requires_grad=True))
 
 
@@ -142,10 +142,10 @@ class Hidden:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("parameter", r"Block 'blocks\.1' uses 'outer', which is neither a weight of it nor"),
+        ("parameter", r"Block 'blocks\.1' uses 'outer', which is neither one of its weights nor"),
         ("tensor", r"Block 'blocks\.1' uses something that is computed outside of it"),
-        ("object", r"Something that block 'blocks\.1' computes is used outside of it"),
-        ("attribute", r"Something that block 'blocks\.1' computes is used outside of it"),
+        ("object", r"A tensor that block 'blocks\.1' computes is used outside of the block"),
+        ("attribute", r"A tensor that block 'blocks\.1' computes is used outside of the block"),
     ],
 )
 def test_path_around_a_border_is_refused(way: str, message: str) -> None:

@@ -264,8 +264,8 @@ def test_rule_keeps_its_bounds(data: st.DataObject, num: int) -> None:
     [
         ({"target": 6.0}, "target must be a whole number, got 6.0"),
         ({"low": True}, "low must be a whole number, got True"),
-        ({"low": 7}, "must rise from -14 to 16, got 7, 4, 12"),
-        ({"high": 17}, "must rise from -14 to 16, got -6, 4, 17"),
+        ({"low": 7}, "must increase and lie between -14 and 16, got 7, 4, 12"),
+        ({"high": 17}, "must increase and lie between -14 and 16, got -6, 4, 17"),
         ({"low": 3, "high": 8}, "high must be at least low \\+ 6, got 3 and 8"),
         ({"drop": 0}, "drop must be >= 1, got 0"),
         ({"rest": 0}, "rest must be >= 1, got 0"),

@@ -160,5 +160,5 @@ def test_a_full_graph_without_it_is_refused_with_the_reason(
     w, scaler = torch.ones(3, requires_grad=True), GradScaler("cpu")
     optimizer = AdamW([w], lr=0.1)
     compiled = torch.compile(lambda x: call(scaler, optimizer, x), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="Of a GradScaler, scale"):
+    with pytest.raises(Exception, match="Of the methods of GradScaler, only scale"):
         compiled(torch.ones((), requires_grad=True))

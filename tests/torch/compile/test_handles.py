@@ -43,7 +43,7 @@ def test_owners_are_found_while_they_live() -> None:
     del scaler, optimizer
     gc.collect()
     for number in numbers:
-        with pytest.raises(CallOrderError, match="is gone"):
+        with pytest.raises(CallOrderError, match="was deleted"):
             find(number)
 
 

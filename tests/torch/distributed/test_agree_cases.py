@@ -93,9 +93,9 @@ def check_uneven() -> None:
 def check_asks() -> None:
     """Raises if nonsense is taken for groups, or ranks without groups warn or spare the scale."""
     world = dist.group.WORLD
-    with pytest.raises(SettingError, match=r"names a process group twice.*Shards\(group, of="):
+    with pytest.raises(SettingError, match=r"contains a process group twice.*Shards\(group, of="):
         GradScaler("cpu", groups=[world, Shards(world)])
-    with pytest.raises(SettingError, match=r"Shards\(of=\.\.\.\) takes parameters, got str"):
+    with pytest.raises(SettingError, match=r"Shards\(of=\.\.\.\) must be tensors, got str"):
         GradScaler("cpu", groups=Shards(world, of=["weight"]))
     first = dist.new_group([0])  # of which the other rank gets a number
     assert GradScaler("cpu", groups=first)._pipeline.consensus.groups.among([]) == []
@@ -365,7 +365,7 @@ def test_one_rank_asks_nobody() -> None:
     assert Groups("auto").among([]) == []
     with pytest.raises(SettingError, match="must be \"auto\", None or process groups, got 'all'"):
         GradScaler("cpu", groups="all")
-    with pytest.raises(SettingError, match=r"takes process groups, DeviceMeshes.*got int"):
+    with pytest.raises(SettingError, match=r"must be process groups, DeviceMeshes.*got int"):
         GradScaler("cpu", groups=3)
     with pytest.raises(SettingError, match='on_drift must be "raise" or "repair"'):
         GradScaler("cpu", on_drift="ignore")

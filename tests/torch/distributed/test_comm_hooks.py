@@ -104,7 +104,7 @@ def test_the_number_of_ranks_is_no_divisor() -> None:
 def test_too_many_ranks_are_refused() -> None:
     assert predivisor(MAX_RANKS) == MAX_RANKS
     for ranks in (0, MAX_RANKS + 1):
-        with pytest.raises(SettingError, match=f"takes 1 to 2048 ranks, got {ranks}"):
+        with pytest.raises(SettingError, match=f"supports 1 to 2048 ranks, got {ranks}"):
             predivisor(ranks)
     assert math.isinf(worst_sums(8192, 8192)[-1])  # where a power of two no longer is enough
 

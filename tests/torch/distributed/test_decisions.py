@@ -138,10 +138,10 @@ def check_unnamed() -> None:
     """Raises if gradients that FSDP2 has put elsewhere are taken for none."""
     parts = fsdp2()
     scaler = GradScaler("cpu")
-    with pytest.raises(CallOrderError, match=r"went to tensors.*scaler.name\(model\)"):
+    with pytest.raises(CallOrderError, match=r"were written to tensors.*scaler.name\(model\)"):
         scaler.backward(loss_of(parts.call, batch(0)), loss_id="other")
     scaler = GradScaler("cpu")
-    with pytest.raises(CallOrderError, match="loss with droppable=True went to"):
+    with pytest.raises(CallOrderError, match="loss with droppable=True were written to"):
         scaler.backward(loss_of(parts.call, batch(0)), droppable=True)
 
 

@@ -234,7 +234,7 @@ def test_it_stands_behind_the_model(one_rank: Any) -> None:
     run = Run()
     joinable = JoinableStep(run.step, run.optimizer, run.wrapped)
     for order in ([joinable], [joinable, run.wrapped]):
-        with pytest.raises(SettingError, match=r"must come after the DDP model, got it as the fir"):
+        with pytest.raises(SettingError, match=r"must come after the DDP model, but is the first"):
             Join(order)
     with Join([joinable, run.wrapped], enable=False):
         pass
@@ -248,7 +248,9 @@ def test_its_arguments_are_checked(one_rank: Any) -> None:
     with pytest.raises(SettingError, match=r"step must be a function, got AdamW"):
         JoinableStep(run.optimizer, run.step, run.wrapped)  # type: ignore[arg-type]
     for given, what in ((run.step, "method"), ([run.optimizer, "adam"], "str")):
-        with pytest.raises(SettingError, match=f"optimizer must be one or more, got {what}"):
+        with pytest.raises(
+            SettingError, match=f"optimizer must be an optimizer or several of them, got {what}"
+        ):
             JoinableStep(run.step, given, run.wrapped)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match=r"model must be the DDP model, got Sequential. Wrap it"):
         JoinableStep(run.step, run.optimizer, run.model)  # type: ignore[arg-type]

@@ -259,7 +259,7 @@ def test_no_kernel_is_run_in_a_capture_and_nothing_is_kept(
         assert not any(dispatch.uses_triton(CUDA) for _ in range(2))
     assert stub.runs == []
     (record,) = caplog.records
-    assert "Take a step before the capture." in record.getMessage()
+    assert "Run a step before the capture." in record.getMessage()
     assert dispatch.uses_triton(CUDA)
     monkeypatch.setattr(device_path, "capturing", lambda: True)
     assert dispatch.uses_triton(CUDA)

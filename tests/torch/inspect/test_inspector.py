@@ -183,7 +183,7 @@ def test_replay_distinguishes_zeros_that_underflow_has_made() -> None:
 
 def test_a_closure_with_autocast_of_its_own_is_refused() -> None:
     loop = Loop(mlp())
-    with pytest.raises(SettingError, match="Leave out its autocast"):
+    with pytest.raises(SettingError, match="Remove autocast from the closure"):
         loop.inspector.replay(loop.loss)
     with pytest.raises(SettingError, match="closure must return the loss"):
         loop.inspector.replay(lambda: None)  # type: ignore[arg-type,return-value]
@@ -460,7 +460,7 @@ def test_without_a_scaler_step_is_called_by_hand_and_with_one_it_is_refused() ->
         model(torch.randn(4, 8)).mean().backward()
         inspector.step()
     assert [sample.step for sample in inspector.samples] == [1, 3]
-    with pytest.raises(SettingError, match="follows the update"):
+    with pytest.raises(SettingError, match="is advanced by the update"):
         Loop(model).inspector.step()
 
 

@@ -226,17 +226,19 @@ def test_groups_schedulers_and_averages(mode: str) -> None:
 def test_names_that_are_nobodys() -> None:
     model = net()
     optimizer = AdamW(model.parameters())
-    with pytest.raises(SettingError, match="keep_float32 has 'head', which is no module"):
+    with pytest.raises(SettingError, match="keep_float32 contains 'head', which is not a module"):
         MixedPrecision(model, optimizer, "fp16-master", keep_float32=["head"])
     assert model.wide.weight.dtype is torch.float32
-    with pytest.raises(SettingError, match="this Linear, which is no module"):
+    with pytest.raises(SettingError, match="this Linear, which is not a module"):
         MixedPrecision(model, optimizer, "fp16", keep_float32=[nn.Linear(2, 2)])
     with pytest.raises(SettingError, match="one or more models"):
         MixedPrecision([], optimizer)
-    with pytest.raises(SettingError, match="optimizer must be one or more, got Linear"):
+    with pytest.raises(
+        SettingError, match="optimizer must be an optimizer or several of them, got Linear"
+    ):
         MixedPrecision(model, nn.Linear(2, 2))  # type: ignore[arg-type]
     mp = MixedPrecision(model, optimizer, keep_float32=["narrow"])
-    with pytest.raises(SettingError, match="that MixedPrecision was made with, got AdamW"):
+    with pytest.raises(SettingError, match="that were passed to MixedPrecision, got another AdamW"):
         mp.step(AdamW(model.parameters()))
 
 
@@ -301,7 +303,7 @@ def test_models_and_optimizers_that_take_turns() -> None:
     mp.backward(loss_of(first, data()) + loss_of(second, data()))
     assert mp.step().applied
     assert not same([p.detach() for p in second.parameters()], before)
-    with pytest.raises(SettingError, match="which of the 2 models"):
+    with pytest.raises(SettingError, match="MixedPrecision has 2 models"):
         mp.float32_model_state()
     state = mp.float32_model_state(second)
     assert torch.equal(state["wide.weight"], other.state[second.wide.weight]["master"])

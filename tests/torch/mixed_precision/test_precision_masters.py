@@ -128,7 +128,7 @@ def test_what_was_loaded_is_exported(mode: str, make: Any) -> None:
     atol = 2.0**-11 if mode == "fp16-pure" else 0.0  # its 16 bits stay as they are
     for name, value in loaded.items():
         torch.testing.assert_close(state[name].float(), value.float(), rtol=0, atol=atol)
-    with pytest.raises(SettingError, match="model must be one that"):
+    with pytest.raises(SettingError, match="model must be one of those that"):
         mp.float32_model_state(nn.Linear(2, 2))
 
 

@@ -188,7 +188,7 @@ def test_what_follows_is_saved_with_it() -> None:
         runs.append([*picture(mp), torch.tensor(mp.optimizers[0].param_groups[0]["lr"])])
     assert same(*runs)
     _, other = built("fp16-master", OPTIMIZERS["SGD"])
-    with pytest.raises(StateError, match="has 1 followed, here are 0"):
+    with pytest.raises(StateError, match="has 1 followed objects, but this MixedPrecision has 0"):
         other.load_state_dict(mp.state_dict())
 
 
@@ -199,16 +199,19 @@ def test_states_of_others_are_refused_whole() -> None:
     _, other = built("fp16")
     before = picture(other)
     for change, message in (
-        ({"mode": "bf16"}, "of the mode 'bf16', and this run is 'fp16'"),
+        ({"mode": "bf16"}, "in the mode 'bf16', but this run uses 'fp16'"),
         ({"version": 9}, "has version 9"),
-        ({"models": []}, "has 0 models, here are 1"),
-        ({"models": [{"wide.weight": torch.ones(2)}]}, "'wide.weight' is missing here or there"),
+        ({"models": []}, "has 0 models, but this MixedPrecision has 1"),
+        (
+            {"models": [{"wide.weight": torch.ones(2)}]},
+            "'wide.weight' is missing in the model or in the state",
+        ),
         ({"optimizers": [{"param_groups": [{"params": [0]}]}]}, r"groups of \[6\]"),
     ):
         with pytest.raises(StateError, match=message):
             other.load_state_dict({**good, **change})
     for odd in ({}, GradScaler("cpu").state_dict(), 3):
-        with pytest.raises(StateError, match="no state of MixedPrecision"):
+        with pytest.raises(StateError, match="not a state of MixedPrecision"):
             other.load_state_dict(odd)  # type: ignore[arg-type]
     assert same(picture(other), before)
     assert other.scaler.get_scale() == 2.0**8

@@ -142,7 +142,10 @@ def test_gradients_that_are_never_finite_are_told_of() -> None:
     [
         (lambda w: 3.0, "closure must return the loss"),
         (lambda w: w.sum().detach(), "closure must return the loss"),
-        (lambda w: torch.ones((), device=HERE, requires_grad=True) * 2, "reaches no parameter"),
+        (
+            lambda w: torch.ones((), device=HERE, requires_grad=True) * 2,
+            "does not depend on any parameter",
+        ),
     ],
 )
 def test_what_is_no_closure_is_refused(closure: Any, complaint: str) -> None:

@@ -73,7 +73,7 @@ def test_what_is_no_optimizer_is_refused_in_the_name_of_the_caller(
     if given is not None:  # which means all of them there
         calls["step()"] = lambda: mp.step(given)
     for caller, call in calls.items():
-        message = f"{caller}: optimizer must be one or more, got {name}.{hint}"
+        message = f"{caller}: optimizer must be an optimizer or several of them, got {name}.{hint}"
         with pytest.raises(SettingError, match=f"^{re.escape(message)}$"):
             call()
 

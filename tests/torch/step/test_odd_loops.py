@@ -305,7 +305,7 @@ def test_no_gradients_that_were_unscaled_do_not_move_the_scale() -> None:
     with pytest.raises(CallOrderError, match="no gradients were checked"):
         scaler.update()
     b.grad = torch.ones(1)
-    with pytest.raises(CallOrderError, match=r"unscale_\(\) has found none"):
+    with pytest.raises(CallOrderError, match=r"unscale_\(\) had found none"):
         scaler.step(optimizer)
     assert (scaler.get_scale(), b.item()) == (2.0**16, 0.0)
 

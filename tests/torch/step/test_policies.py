@@ -193,6 +193,7 @@ def test_the_format_of_the_policy_is_that_of_the_scaler() -> None:
         outcome = scaler.apply(torch.optim.SGD([w], lr=1e-9))
         assert float(outcome.headroom) > 100
     with pytest.raises(
-        gs.SettingError, match="format is 'bfloat16' in the policy, got 'float8_e5m2'"
+        gs.SettingError,
+        match="format is 'bfloat16' in the policy, but the argument format is 'float8_e5m2'",
     ):
         GradScaler(HERE, format="float8_e5m2", policy=policy)

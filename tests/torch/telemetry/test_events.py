@@ -103,9 +103,9 @@ def nowhere(outputs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss", "settings", "words"),
     [
-        (lambda y: y.sum() * math.nan, {}, "loss itself is not finite"),
-        (root, {"min_scale": 2.0**16}, "smallest scale"),
-        (nowhere, {"stuck_after": 20}, "a lower scale does not cure"),
+        (lambda y: y.sum() * math.nan, {}, "the loss is not finite, and no scale"),
+        (root, {"min_scale": 2.0**16}, "even at min_scale"),
+        (nowhere, {"stuck_after": 20}, "a lower scale does not prevent that"),
         (root, {}, "still falling"),
     ],
 )
