@@ -194,14 +194,6 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
         grads = tape.gradient(scaled, variables, grad_loss)
         return self.apply_gradients(zip(self.get_unscaled_gradients(grads), variables, strict=True))
 
-    def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor, as Keras writes them to files."""
-        config = super().get_config()
-        if self.dynamic:
-            return {**config, "dynamic": True}
-        del config["policy"]
-        return {**config, "dynamic": False, "initial_scale": self.initial_scale}
-
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from gradscale.checkpoints.policies import policy_of, settings_of
+from gradscale.checkpoints.policies import policy_of, settings_of, state_of
 from gradscale.checkpoints.saved import Saved
 from gradscale.errors import SettingError
 from gradscale.keras import replicas
@@ -89,9 +89,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise SettingError(f"clip_norm must be finite and > 0, got {clip_norm!r}.")
         self._is_keras_rule = policy is None
         self._layout = Layout(chosen)
-        self._names = [spec.name for spec in self._layout.specs(chosen)]
+        specs = self._layout.specs(chosen.init())
+        self._names = [spec.name for spec in specs]
         # Not in build(): a function that is traced before would scale by a constant ever after.
-        for name, dtype, first in self._layout.specs(chosen):
+        for name, dtype, first in specs:
             made = self.add_variable(
                 shape=(len(first),) if isinstance(first, list) else (),
                 dtype=dtype,
@@ -195,14 +196,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(store.keys()) != 4 + len(inner) or not self.built:
             super().load_own_variables(store)
             return
-        # Of Keras' class: iteration, learning rate, step counter, scale.
-        for variable, place in zip(
-            [*self._variables[:4], *inner], range(4 + len(inner)), strict=True
+        # Of Keras' class: iteration, learning rate, step counter, scale, inner variables.
+        values = [ops.convert_to_tensor(store[str(place)][...]) for place in range(4 + len(inner))]
+        counter, scale = (ops.convert_to_numpy(value).item() for value in values[2:4])
+        state = state_of({"good_steps": counter, "scale": scale}, self.policy, strict=False)
+        for variable, value in zip(
+            [*self._variables[:2], *inner], values[:2] + values[4:], strict=True
         ):
-            variable.assign(ops.cast(ops.convert_to_tensor(store[str(place)][...]), variable.dtype))
-        for name, dtype, first in self._layout.specs(self.policy):
-            if all(getattr(self, name) is not variable for variable in self._variables[:4]):
-                getattr(self, name).assign(ops.convert_to_tensor(first, dtype))
+            variable.assign(ops.cast(value, variable.dtype))
+        for name, dtype, number in self._layout.specs(state):
+            getattr(self, name).assign(ops.convert_to_tensor(number, dtype))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor, as Keras writes them to files."""

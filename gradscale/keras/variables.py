@@ -29,13 +29,16 @@ class Layout:
         self._ints = [name for name in rest if isinstance(getattr(first, name), int)]
         self._floats = [name for name in rest if isinstance(getattr(first, name), float)]
 
-    def specs(self, policy: Policy) -> list[Spec]:
-        """The variables, in order."""
-        first: Any = policy.init()
-        specs = [Spec("step_counter", "int32", 0), Spec("dynamic_scale", "float32", first.scale)]
+    def specs(self, state: Any) -> list[Spec]:
+        """The variables, in order, for a state in plain numbers before the first step."""
+        counter = state.good_steps if self._counts else 0
+        specs = [
+            Spec("step_counter", "int32", counter),
+            Spec("dynamic_scale", "float32", state.scale),
+        ]
         for name, dtype, fields in self._packs():
-            specs.append(Spec(name, dtype, [getattr(first, field) for field in fields]))
-        floats = [first.scale, math.nan, 0.0, math.inf]
+            specs.append(Spec(name, dtype, [getattr(state, field) for field in fields]))
+        floats = [state.scale, math.nan, 0.0, math.inf]
         return [
             *specs,
             Spec("outcome_floats", "float32", floats),

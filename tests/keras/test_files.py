@@ -111,6 +111,33 @@ def test_weights_of_keras_own_class_are_loaded() -> None:
     assert int(array(used.outcome.skipped_in_a_row)) == int(array(used.num_steps)) == 0
 
 
+@pytest.mark.parametrize(
+    ("policy", "theirs", "ours"),
+    [
+        (gs.Dynamic(), math.inf, 2.0**64),
+        (gs.Dynamic(), 0.0, 2.0**-14),
+        (gs.Headroom(max_scale=2.0**20), 2.0**40, 2.0**20),
+        (gs.Off(), 64.0, 1.0),
+    ],
+)
+def test_scale_of_keras_own_class_is_brought_within_the_bounds(
+    policy: Any, theirs: float, ours: float
+) -> None:
+    # Keras' own class has no bounds, and does not leave infinity and 0 any more.
+    wrapped = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    wrapped.build([keras.Variable(np.arange(4.0, dtype="f"))])
+    wrapped.dynamic_scale.assign(theirs)
+    store: dict[str, Any] = {}
+    wrapped.save_own_variables(store)
+    optimizer = fresh(policy)
+    if isinstance(policy, gs.Off):
+        optimizer.load_own_variables(store)
+    else:
+        with pytest.warns(UserWarning, match="outside min_scale and max_scale"):
+            optimizer.load_own_variables(store)
+    assert scale_of(optimizer) == ours
+
+
 def test_file_is_read_as_those_of_keras_own_class(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     made = model(units=8)

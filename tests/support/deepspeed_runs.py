@@ -254,7 +254,7 @@ def constant(stage: int, folder: Path) -> Any:
     """A constant scale: from the engine's settings, and put back."""
     training = Training(stage, fp16={"enabled": True, "loss_scale": 96.0})
     attach(training.engine)
-    ours = isinstance(training.scaler, LossScaler)
+    ours = type(training.scaler) is LossScaler
     seen = training.run(range(3), [1])
     back = detach(training.engine)
     return {"ours": ours, "seen": seen, "back": [back.cur_scale, back.dynamic]}

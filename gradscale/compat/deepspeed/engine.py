@@ -17,7 +17,7 @@ def attach(
     *,
     on_stuck: str = "warn",
     stuck_after: int = 50,
-) -> DynamicLossScaler | LossScaler:
+) -> LossScaler:
     """Replaces the loss scaler of a DeepSpeed engine, and returns the new one.
 
     Call it after `deepspeed.initialize`, or between `engine.step()` and the next backward pass, on
@@ -42,7 +42,7 @@ def attach(
 
 def _scaler(
     present: Any, policy: Dynamic | Static | Off | None, on_stuck: str, stuck_after: int
-) -> DynamicLossScaler | LossScaler:
+) -> LossScaler:
     """The scaler with `policy`, or with the settings and the state of `present`."""
     how: dict[str, Any] = {"on_stuck": on_stuck, "stuck_after": stuck_after}
     if policy is not None:
@@ -85,14 +85,14 @@ def detach(engine: Any) -> Any:
 
     optimizer = _optimizer(engine)
     ours = optimizer.loss_scaler
-    if isinstance(ours, LossScaler):
-        optimizer.loss_scaler = theirs.LossScaler(scale=ours.cur_scale)
-        return optimizer.loss_scaler
-    if not isinstance(ours, DynamicLossScaler):
+    if not isinstance(ours, LossScaler):
         raise SettingError(
             "detach() needs an engine on which attach() was called, got one with a scaler of "
             f"{type(ours)}."
         )
+    if not isinstance(ours, DynamicLossScaler):
+        optimizer.loss_scaler = theirs.LossScaler(scale=ours.cur_scale)
+        return optimizer.loss_scaler
     refuse_unknown("DeepSpeed", ours.policy)
     back = theirs.DynamicLossScaler(
         init_scale=ours.next_scale,

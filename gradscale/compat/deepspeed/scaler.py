@@ -35,30 +35,44 @@ class LossScaler:
     def __init__(self, scale: float = 1.0, *, on_stuck: str = "warn", stuck_after: int = 50):
         number = as_number("scale", scale)
         policy = Static(number, exact=is_power_of_two(number))
-        self._held = HostScale(policy, on_stuck, stuck_after)
+        self._hold(HostScale(policy, on_stuck, stuck_after))
+
+    def _hold(self, held: HostScale) -> None:
+        self._held = held
+        self._used: float | None = None
+        """The scale of the last step; None if the next loss, or a new scale, came after it."""
 
     @property
-    def policy(self) -> Static:
-        """The policy, which has the scale."""
-        return cast(Static, self._held.policy)
+    def policy(self) -> Dynamic | Static:
+        """The rule that moves the scale, or that has it."""
+        return cast(Dynamic | Static, self._held.policy)
 
     @property
     def cur_scale(self) -> float:
-        """The scale."""
-        return self._held.value
+        """The scale of the gradients: of the last step until the next loss is scaled."""
+        return self._held.value if self._used is None else self._used
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:
         self._held.set(value)
+        self._used = None
 
     @property
     def loss_scale(self) -> float:
-        """The scale."""
+        """The same as `cur_scale`."""
         return self.cur_scale
 
+    @property
+    def next_scale(self) -> float:
+        """The scale of the next loss."""
+        return self._held.value
+
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the scale, in float32 at least."""
-        return scaled(loss, self.cur_scale)
+        """`loss` times the scale of this step, in float32 at least."""
+        self._used = None
+        # The product could overflow in a narrower type.
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return loss.to(wide) * self.cur_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Runs the backward pass of the scaled loss."""
@@ -70,10 +84,13 @@ class LossScaler:
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of `params` is not finite. Waits for the device."""
-        return has_overflow(params)
+        grads = [param.grad for param in params if param.grad is not None]
+        return any(not bool(torch.isfinite(grad).all()) for grad in grads)
 
     def update_scale(self, overflow: bool) -> None:
-        """Counts the step; a StuckError or a warning after many skipped ones in a row."""
+        """Moves the scale after a step; a StuckError or a warning after many skipped ones."""
+        # The gradients of a skipped step are dropped, so nothing is divided by its scale.
+        self._used = None if overflow else self.cur_scale
         self._held.update(finite=not overflow)
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,17 +98,34 @@ class LossScaler:
         return self._held.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], settings: bool = True) -> None:
-        """Takes over a checkpoint; without `settings` its scale alone."""
+        """Takes over a checkpoint of gradscale, DeepSpeed or another system that gradscale reads.
+
+        Args:
+            state: The checkpoint; of DeepSpeed the state of an optimizer, or
+                `{"loss_scaler": scaler}`.
+            settings: Whether its settings replace those of the policy.
+        """
         self._held.load_state_dict(state, settings)
+        self._used = None
+
+    # What a checkpoint of DeepSpeed has of a scaler: our versioned format, and two settings.
 
     def __getstate__(self) -> dict[str, Any]:
-        return pickled(self._held)
+        held = self._held
+        return {
+            "state": held.state_dict(),
+            "on_stuck": held.on_stuck,
+            "stuck_after": held.stuck_after,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._held = unpickled(Static(1.0), state)
+        policy = Dynamic() if self.dynamic else Static(1.0)
+        held = HostScale(policy, state["on_stuck"], state["stuck_after"])
+        held.load_state_dict(state["state"])
+        self._hold(held)
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """A scale that `gradscale.Dynamic` moves; give its policy, or DeepSpeed's settings by name.
 
         if not overflow:
@@ -138,58 +172,15 @@ class DynamicLossScaler:
         given = dict(zip(_SETTINGS, values, strict=True))
         self.dtype = dtype
         rule = _chosen(policy, given)
-        self._held = HostScale(rule, "raise" if raise_error_at_min_scale else on_stuck, stuck_after)
-        self._used: float | None = None
+        on_stuck = "raise" if raise_error_at_min_scale else on_stuck
+        self._hold(HostScale(rule, on_stuck, stuck_after))
 
     @property
     def policy(self) -> Dynamic:
         """The rule that moves the scale."""
         return cast(Dynamic, self._held.policy)
 
-    @property
-    def cur_scale(self) -> float:
-        """The scale of the gradients: of the last step until the next loss is scaled."""
-        return self._held.value if self._used is None else self._used
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self._held.set(value)
-        self._used = None
-
-    @property
-    def loss_scale(self) -> float:
-        """The same as `cur_scale`."""
-        return self.cur_scale
-
-    @property
-    def next_scale(self) -> float:
-        """The scale of the next loss."""
-        return self._held.value
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the scale of this step, in float32 at least."""
-        self._used = None
-        return scaled(loss, self.cur_scale)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the backward pass of the scaled loss."""
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
-
-    def scale_gradient(self, module: Any, grad_in: Any, grad_out: Any) -> tuple[Any, ...]:
-        """The gradients `grad_in` times the scale: a backward hook of a module."""
-        return tuple(grad if grad is None else grad * self.cur_scale for grad in grad_in)
-
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of `params` is not finite. Waits for the device."""
-        return has_overflow(params)
-
-    has_overflow_serial = has_overflow
-
-    def update_scale(self, overflow: bool) -> None:
-        """Moves the scale after a step; a StuckError or a warning after many skipped ones."""
-        # The gradients of a skipped step are dropped, so nothing is divided by its scale.
-        self._used = None if overflow else self.cur_scale
-        self._held.update(finite=not overflow)
+    has_overflow_serial = LossScaler.has_overflow
 
     # The counters that DeepSpeed's class has: with them it grows on the step on which ours would
     # (one step later if the last step was an overflow, as DeepSpeed counts).
@@ -236,28 +227,12 @@ class DynamicLossScaler:
         """Whether being stuck is an error."""
         return self._held.on_stuck == "raise"
 
-    def state_dict(self) -> dict[str, Any]:
-        """The checkpoint, as `gradscale.torch.GradScaler` writes and reads it."""
-        return self._held.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], settings: bool = True) -> None:
-        """Takes over a checkpoint of gradscale, DeepSpeed or another system that gradscale reads.
-
-        Args:
-            state: The checkpoint; of DeepSpeed the state of an optimizer, or
-                `{"loss_scaler": scaler}`.
-            settings: Whether its settings replace those of the policy.
-        """
-        self._held.load_state_dict(state, settings)
-        self._used = None
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**pickled(self._held), "dtype": self.dtype}
+        return {**super().__getstate__(), "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        self.dtype, self._used = state.pop("dtype"), None
-        self._held = unpickled(Dynamic(), state)
+        super().__setstate__(state)
+        self.dtype = state["dtype"]
 
 
 def _chosen(policy: Dynamic | None, settings: dict[str, Any]) -> Dynamic:
@@ -282,31 +257,3 @@ def _chosen(policy: Dynamic | None, settings: dict[str, Any]) -> Dynamic:
             "Other policies need measurements that ZeRO does not make."
         )
     return policy
-
-
-def scaled(loss: Tensor, scale: float) -> Tensor:
-    """`loss` times `scale`; in float32 if it is narrower, where the product could overflow."""
-    wide = torch.promote_types(loss.dtype, torch.float32)
-    return loss.to(wide) * scale
-
-
-def has_overflow(params: Iterable[Tensor]) -> bool:
-    """Whether a gradient of `params` is not finite. Waits for the device."""
-    grads = [param.grad for param in params if param.grad is not None]
-    return any(not bool(torch.isfinite(grad).all()) for grad in grads)
-
-
-def pickled(held: HostScale) -> dict[str, Any]:
-    """What a checkpoint of DeepSpeed has of a scaler: our versioned format, and two settings."""
-    return {
-        "state": held.state_dict(),
-        "on_stuck": held.on_stuck,
-        "stuck_after": held.stuck_after,
-    }
-
-
-def unpickled(policy: Static | Dynamic, state: Mapping[str, Any]) -> HostScale:
-    """The scale that `pickled` describes; `policy` is of its kind."""
-    held = HostScale(policy, state["on_stuck"], state["stuck_after"])
-    held.load_state_dict(state["state"])
-    return held

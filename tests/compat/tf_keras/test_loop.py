@@ -191,6 +191,8 @@ def test_wrong_arguments_are_named(given: dict[str, Any], message: str) -> None:
         {"initial_scale": 4.0, "dynamic_growth_steps": 7},
         {"dynamic": False, "initial_scale": 100.0},
         {"policy": gs.Headroom(margin=3), "clip_norm": 0.5},
+        {"policy": gs.Static(8.0)},
+        {"policy": gs.Off()},
     ],
     ids=str,
 )
