@@ -285,7 +285,11 @@ def run(
     ] = False,
     log: Annotated[
         Path | None,
-        typer.Option(help="The folder of the log; by default a new one in gradscale-runs."),
+        typer.Option(
+            "--log",
+            "--log-to",  # torchrun takes --log for the beginning of one of its own options
+            help="The folder of the log; by default a new one in gradscale-runs.",
+        ),
     ] = None,
     policy: Annotated[
         str | None, typer.Option(help="The rule of scalers that choose none, such as headroom.")

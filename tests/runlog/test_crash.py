@@ -342,6 +342,17 @@ def test_thinning_keeps_skips_and_all_other_lines(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
+def test_a_log_is_thinned_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    log = RunLog("run", max_steps=10)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for number in range(1, 101):
+        log.write(step(number))
+    log.close()
+    assert len([line for line in read(tmp_path / "run").steps if line["step"] % 7]) <= 10
+
+
 def test_steps_with_equal_numbers_do_not_stop_the_log(tmp_path: Path) -> None:
     log = RunLog(tmp_path, max_steps=4)
     for _ in range(40):
