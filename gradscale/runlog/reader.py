@@ -126,7 +126,7 @@ def _read_rank(file: Path, rank: int) -> Run:
                         f"{file} has version {line['version']} of the run log, and this gradscale "
                         f"reads up to {VERSION}. Read it with the one that wrote it."
                     )
-                settings = line.get("settings", {})
+                settings = dict(line.get("settings", {}))
                 run.headers.append({"rank": rank, **line})
                 continued = True
             elif kind == "step":

@@ -276,6 +276,35 @@ def test_finding_of_another_type_is_a_line_that_cannot_be_read(
     assert (len(run.findings), run.skipped_lines) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "a"},
+        {"format": {}},
+        {"tensors": [{"name": "w", "kind": "weight_grad", "numel": 1, "counts": 1}]},
+        {"tensors": [{"name": "w", "kind": 1, "numel": 1}]},
+        {"tensors": [{"name": "w", "kind": "weight_grad", "numel": 1, "infs": "many"}]},
+        {"first_nonfinite": []},
+        {"facts": [["scale", "", "x"]]},
+    ],
+)
+def test_sample_of_another_type_is_a_line_that_cannot_be_read(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    tensor = {"name": "w", "kind": "weight_grad", "numel": 1, "low": 2, "counts": [1]}
+    sample = {"kind": "sample", "step": 1, "format": "float16", "tensors": [tensor]}
+    (tmp_path / "rank-0.jsonl").write_bytes(b"".join(map(encode, [sample, sample | wrong])))
+    run = read_quietly(tmp_path)
+    assert (len(run.samples), run.skipped_lines) == (1, 1)
+
+
+def test_settings_that_are_none_are_a_line_that_cannot_be_read(tmp_path: Path) -> None:
+    header = {"kind": "run", "version": 1, "settings": "none"}
+    (tmp_path / "rank-0.jsonl").write_bytes(encode(header))
+    run = read_quietly(tmp_path)
+    assert (run.settings, run.headers, run.skipped_lines) == ({}, [], 1)
+
+
 def test_end_of_the_interpreter_writes_what_waits(tmp_path: Path) -> None:
     program = (
         "import sys; from gradscale.runlog import RunLog; log = RunLog(sys.argv[1])\n"
