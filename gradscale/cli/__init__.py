@@ -19,10 +19,12 @@ def main() -> None:
             raise  # a bug of ours, not a missing package
         sys.exit(f'The command line needs {name}: pip install "gradscale[cli]".')
     scripts: list[Script] = []
+    hook = sys.excepthook
     try:
         app(obj=scripts)
     except SystemExit as done:
         if done.code or not scripts:
             raise
     if scripts:
+        sys.excepthook = hook  # typer has set its own
         scripts[0].start()

@@ -295,7 +295,11 @@ def run(
     ] = False,
     log: Annotated[
         Path | None,
-        typer.Option(help="Folder of the log. Default: a new folder in gradscale-runs."),
+        typer.Option(
+            "--log",
+            "--log-to",  # torchrun takes --log for the beginning of one of its own options
+            help="Folder of the log. Default: a new folder in gradscale-runs.",
+        ),
     ] = None,
     policy: Annotated[
         str | None, typer.Option(help="Policy of scalers that set none, such as headroom.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import importlib.machinery
 import io
 import os
 import runpy
@@ -18,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -70,6 +70,8 @@ class Recorder:
         self._script = script
         self._rank = number_from("RANK", 0)
         self._process = os.getpid()
+        self._start = Path.cwd()
+        """Where paths begin: the script may go to another folder before it makes a scaler."""
         self._replaced = ExitStack()  # never closed: the names stay for as long as the process
         self._folder: Path | None = None
         self._scalers = 0
@@ -104,7 +106,9 @@ class Recorder:
         self._scalers += 1
         try:
             if self._folder is None:
-                self._folder = self._script.log or new_folder(self._script.command[0])
+                wanted = self._script.log
+                name, runs = self._script.command[0], self._start / RUNS
+                self._folder = new_folder(name, runs) if wanted is None else self._start / wanted
             several = self._scalers > 1
             scaler.log_to(self._folder / f"scaler-{self._scalers}" if several else self._folder)
             if self._panel is not None:
@@ -127,7 +131,9 @@ class Recorder:
                 "so there is nothing to log."
             )
         elif self._folder is not None:
-            say(f"the log is in {self._folder}. To read it, run: gradscale report {self._folder}")
+            inside = self._folder.is_relative_to(self._start)
+            shown = self._folder.relative_to(self._start) if inside else self._folder
+            say(f"the log is in {shown}. To read it, run: gradscale report {shown}")
 
 
 def say(text: str) -> None:
@@ -139,36 +145,40 @@ def say(text: str) -> None:
 
 
 def run_script(command: Sequence[str], module: bool) -> None:
-    """Runs a script, or a module, as `python` would, with its arguments."""
+    """Runs a script, or a module, as `python` would, with its arguments.
+
+    `__main__` stays until the process has ended, for threads and what atexit calls. So nothing is
+    run by `run_module()` and `run_path()`, which take it away, but by what `python -m` itself uses.
+    """
     name = command[0]
+    path = os.path.join(os.getcwd(), name)
+    holds_modules = not module and (os.path.isdir(name) or zipfile.is_zipfile(name))
     sys.argv = list(command)
     safe = bool(getattr(sys.flags, "safe_path", False))
-    if module:
-        if not safe:
-            sys.path[0] = os.getcwd()
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
-    if os.path.isdir(name) or zipfile.is_zipfile(name) or name.endswith(".pyc"):
-        if not safe:
-            del sys.path[0]  # run_path() puts a folder there itself
-        runpy.run_path(os.path.abspath(name), run_name="__main__")
-        return
     if not safe:
-        sys.path[0] = os.path.dirname(os.path.realpath(name))
-    # Not by run_path(): it takes `__main__` away again before threads and atexit have ended, and
-    # sets sys.argv[0] to what is `__file__`, where python keeps the name as it was given.
-    path = os.path.abspath(name)
+        del sys.path[0]
+    if holds_modules:
+        sys.path.insert(0, path)
+    elif not safe:
+        sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.realpath(name)))
     main = ModuleType("__main__")
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    vars(main).update(
-        __file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __spec__=None
-    )
+    vars(main).update(__builtins__=builtins)
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    with io.open_code(path) as file:
-        text = file.read()
     sys.modules["__main__"] = main
-    exec(compile(text, path, "exec", dont_inherit=True), vars(main))
+    if module or holds_modules:
+        runner: Any = runpy
+        runner._run_module_as_main(name if module else "__main__", alter_argv=module)
+        return
+    compiled = name.endswith(".pyc")
+    loader: Any = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader, __spec__=None)
+    if compiled:
+        code = loader.get_code("__main__")
+    else:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
 
 
 def hide_our_frames() -> None:
@@ -192,11 +202,11 @@ def after_our_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def new_folder(name: str) -> Path:
+def new_folder(name: str, runs: Path = RUNS) -> Path:
     """A folder for the log of a script that was given none; the same one on all ranks."""
     stem = Path(name).stem or "run"
     if number_from("WORLD_SIZE", 1) == 1:
-        wanted = RUNS / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        wanted = runs / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         for count in range(1, 1000):
             folder = wanted if count == 1 else wanted.with_name(f"{wanted.name}-{count}")
             try:
@@ -213,7 +223,7 @@ def new_folder(name: str) -> Path:
     else:
         named = os.environ.get("SLURM_JOB_ID", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         job += "-" + "".join(sign if sign.isalnum() else "-" for sign in named)
-    return RUNS / f"{stem}-{job}"
+    return runs / f"{stem}-{job}"
 
 
 def number_from(variable: str, default: int) -> int:

@@ -178,8 +178,9 @@ class RecordRules:
         """Step, place and evidence by the kind."""
         self._counts: dict[str, int] = defaultdict(int)
         """Skipped steps by their verdict."""
-        self._falls: dict[Any, tuple[int, float]] = {}
-        """Of every optimizer, its overflows in a row, and the scale of the first of them."""
+        self._falls: dict[Any, tuple[int, float, bool]] = {}
+        """Of every optimizer, its overflows in a row, the scale of the first of them, and whether
+        any left an infinity: NaN alone may have another cause, which the verdict knows later."""
         self._longest = (0, 0.0, 0.0)
         """The longest of these rows, with its first and last scale."""
         self._rows = 0
@@ -202,6 +203,9 @@ class RecordRules:
             self._apart_since = None
         self._last = number
         skipped = False
+        loss = record.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss):
+            self._take_loss(number, record)
         for step in record.get("steps", ()):
             if not step["applied"] and step.get("verdict") != "no gradients":
                 skipped = True
@@ -226,6 +230,21 @@ class RecordRules:
         """Notes a finding, unless there is one of its kind."""
         self._found.setdefault(kind, (step, where, evidence))
 
+    def _take_loss(self, number: int, record: Mapping[str, Any]) -> None:
+        """Looks at a loss that is not finite though the step was applied."""
+        if any(step["applied"] for step in record.get("steps", ())):
+            self._counts["applied"] += 1
+            self._find("loss-not-finite", number, self._loss_evidence)
+
+    def _loss_evidence(self) -> str:
+        """How often steps were skipped or applied with such a loss."""
+        skipped, applied = self._counts["loss not finite"], self._counts["applied"]
+        parts = [self._times("loss not finite")] if skipped else []
+        if applied:
+            several = f"{applied} step{'s were' if applied > 1 else ' was'}"
+            parts.append(f"{several} applied with such a loss, because gradients were finite.")
+        return " ".join(parts)
+
     def _take_skip(self, number: int, step: Mapping[str, Any]) -> None:
         """Looks at a step that was skipped."""
         verdict = step.get("verdict", "")
@@ -234,7 +253,7 @@ class RecordRules:
         self._counts[verdict] += 1
         worst = next(iter(step.get("culprits", ())), [""])[0]
         if verdict == "loss not finite":
-            self._find("loss-not-finite", number, lambda: self._times(verdict))
+            self._find("loss-not-finite", number, self._loss_evidence)
         elif verdict == "NaN at any scale":
             self._find("nan-at-any-scale", number, lambda: self._times(verdict), worst)
         elif verdict == "scale too low":
@@ -242,10 +261,12 @@ class RecordRules:
         optimizer = step.get("optimizer")
         if verdict == "scale too high":
             scale = step.get("scale", math.nan)
-            row, first = self._falls.get(optimizer, (0, scale))
-            self._falls[optimizer] = row + 1, first
+            row, first, infinite = self._falls.get(optimizer, (0, scale, False))
+            culprits = step.get("culprits", ())
+            infinite |= not culprits or any(infs != 0 for _, _, infs, _ in culprits)
+            self._falls[optimizer] = row + 1, first, infinite
             self._longest = max(self._longest, (row + 1, first, scale), key=lambda fall: fall[0])
-            if row + 1 >= FALL:
+            if row + 1 >= FALL and infinite:
                 self._find("scale-too-high", number, self._fall_evidence)
         else:
             self._falls.pop(optimizer, None)

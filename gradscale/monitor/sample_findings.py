@@ -20,6 +20,9 @@ SUBNORMAL = 0.5
 the smallest normal number, the smaller half has lost bits, and its tail is zero. Healthy: < 0.2."""
 FLUSHED = 0.25
 """Share of the gradients that a replay shows to be flushed. Healthy: < 0.05."""
+NEGLIGIBLE = 0.01
+"""Share of the sum of magnitudes below which small gradients of outputs may be lost: a softmax
+gives most classes next to none, and a GELU most of its inputs. Healthy: < 0.002, planted: 1."""
 ENOUGH = 64
 """Nonzero elements below which shares say nothing."""
 DEAD_SAMPLES = 3
@@ -43,7 +46,7 @@ def from_samples(samples: Sequence[Sample]) -> list[Finding]:
     runs = [sample for sample in samples if not _is_replay(sample)]
     replays = [sample for sample in samples if _is_replay(sample)]
     found = [*_data(runs), *_weights(runs), *_forward(runs), *_backward(runs)]
-    found += [*_underflow(runs, replays), *_dead(runs, replays), *_lost(runs)]
+    found += [*_underflow(runs, replays), *_nothing(runs), *_dead(runs, replays), *_lost(runs)]
     return [*found, *_leftover(runs), *_clipped(runs)]
 
 
@@ -148,7 +151,8 @@ def _underflow(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Fi
         for tensor in _grads(sample):
             modules.add(_module(tensor))
             share = tensor.underflow() or 0.0
-            if share > FLUSHED and (tensor.flushed or 0) + tensor.nonzero() >= ENOUGH:
+            enough = (tensor.flushed or 0) + tensor.nonzero() >= ENOUGH
+            if share > FLUSHED and enough and _matters(sample, tensor):
                 if share > shares.get(_module(tensor), 0.0):
                     shares[_module(tensor)] = share
                     texts[_module(tensor)] = (
@@ -188,7 +192,29 @@ def _is_subnormal(sample: Sample, tensor: TensorSample) -> bool:
     format = sample.format_of(tensor)
     if tensor.nonzero() < ENOUGH or tensor.below(format.smallest_subnormal):
         return False  # smaller than the format has: a sum in float32 of what the format has lost
-    return tensor.subnormal(format) > SUBNORMAL
+    return tensor.subnormal(format) > SUBNORMAL and _matters(sample, tensor)
+
+
+def _matters(sample: Sample, tensor: TensorSample) -> bool:
+    """Whether what underflows is a part of the gradient that is worth having."""
+    if tensor.kind == WEIGHT_GRAD:
+        return True  # Adam gives every weight a step of the same size
+    return tensor.small_part(sample.format_of(tensor)) >= NEGLIGIBLE
+
+
+def _nothing(runs: Sequence[Sample]) -> Iterable[Finding]:
+    """A model in which every gradient of a weight was zero, from the first sample on."""
+    grads = [tensor for sample in runs for tensor in sample.of(WEIGHT_GRAD)]
+    seen = [sample for sample in runs if sample.of(WEIGHT_GRAD)]
+    if len(seen) < DEAD_SAMPLES or any(tensor.zeros < tensor.numel for tensor in grads):
+        return
+    scales = [sample.fact("scale").get("", 1.0) for sample in seen]
+    text = (
+        f"All gradients of weights were zero in all of {len(seen)} samples, at scales from "
+        f"{min(scales):g} to {max(scales):g}."
+    )
+    kind = "dead-gradient" if seen[-1].format == "float32" else "underflow"
+    yield Finding.of(kind, text, step=seen[0].step)
 
 
 def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:

@@ -52,6 +52,21 @@ class TensorSample(NamedTuple):
         """Returns the number of nonzero elements below `number`, a power of two."""
         return sum(self.counts[: max(math.frexp(number)[1] - 1 - self.low, 0)])
 
+    def small_part(self, format: Format) -> float:
+        """The share of the sum of magnitudes that subnormal and flushed elements have, at most.
+
+        >>> from gradscale.formats import FLOAT16
+        >>> TensorSample("x", "activation", 5, low=-15, counts=(4, 0, 0, 1)).small_part(FLOAT16)
+        0.3333333333333333
+        """
+        if not self.counts:
+            return 1.0
+        sizes = [math.ldexp(count, place) for place, count in enumerate(self.counts)]
+        normal = math.frexp(format.smallest_normal)[1] - 1
+        tiniest = math.frexp(format.smallest_subnormal)[1] - 1
+        flushed = math.ldexp(self.flushed or 0, tiniest - self.low)
+        return (sum(sizes[: max(normal - self.low, 0)]) + flushed) / (sum(sizes) + flushed)
+
     def subnormal(self, format: Format) -> float:
         """Returns the share of the nonzero elements below the format's smallest normal number.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradscale.monitor.findings import Finding
@@ -94,13 +94,46 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def sample_of(line: Mapping[str, Any]) -> Sample:
-    """Returns the sample of a line; unknown fields are ignored."""
+    """Returns the sample of a line; unknown fields are ignored.
+
+    Raises:
+        TypeError: A field is not of its type.
+    """
     tensors = tuple(
         TensorSample(**{n: _frozen(each[n]) for n in TensorSample._fields if n in each})
         for each in line["tensors"]
     )
     fields = {name: _frozen(line[name]) for name in Sample._fields if name in line}
-    return Sample(**{**fields, "tensors": tensors})
+    sample = Sample(**{**fields, "tensors": tensors})
+    first = sample.first_nonfinite
+    rows = [*sample.facts, *([] if first is None else [(*first[:2], each) for each in first[2:]])]
+    if (
+        not _are([sample.step], int)
+        or not _are([sample.format], str)
+        or not all(map(_is_tensor, sample.tensors))
+        or not (first is None or len(first) == 4)
+        or not all(len(row) == 3 and _are(row[:2], str) and _are(row[2:], *_REAL) for row in rows)
+    ):
+        raise TypeError(f"A sample has names and numbers, got {sample!r:.200}.")
+    return sample
+
+
+_REAL = (int, float)
+
+
+def _are(values: Iterable[Any], *kinds: type) -> bool:
+    """Whether all values are of these types themselves: no bool is an int."""
+    return all(type(value) in kinds for value in values)
+
+
+def _is_tensor(tensor: TensorSample) -> bool:
+    """Whether the fields of a tensor have their types."""
+    flushed = () if tensor.flushed is None else (tensor.flushed,)
+    whole = tensor.numel, tensor.low, tensor.zeros, tensor.infs, tensor.nans, *flushed
+    texts = tensor.name, tensor.kind, tensor.format
+    counts: Any = tensor.counts
+    is_row = type(counts) is tuple and _are(counts, int)
+    return is_row and _are(texts, str) and _are(whole, int) and _are([tensor.scale], *_REAL)
 
 
 def _frozen(value: Any) -> Any:

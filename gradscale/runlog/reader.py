@@ -128,7 +128,7 @@ def _read_rank(file: Path, rank: int) -> Run:
                         f"gradscale reads versions up to {VERSION}. Read it with the version that "
                         "wrote it."
                     )
-                settings = line.get("settings", {})
+                settings = dict(line.get("settings", {}))
                 run.headers.append({"rank": rank, **line})
                 continued = True
             elif kind == "step":

@@ -61,7 +61,8 @@ class RunLog:
     ) -> None:
         if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 2:
             raise SettingError(f"max_steps must be a whole number >= 2, got {max_steps!r}.")
-        self.path = rank_file(path, rank)
+        # Absolute: the program may go to another folder, and thinning opens the file anew.
+        self.path = rank_file(path, rank).absolute()
         self._writer = _Writer(self.path, max_steps)
         # At exit too. The writer, not the log: a function that refers to it would keep it alive.
         self._end = weakref.finalize(self, self._writer.close)

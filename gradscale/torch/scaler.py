@@ -406,9 +406,9 @@ class GradScaler(torch.amp.GradScaler):
             return
         rows = self._state.load(state_dict, settings)
         loop.end_iteration(self._pipeline)
+        self._pipeline.entries.restore_rows(rows)
         # What is still on its way is of the run that this one leaves.
         self._pipeline.monitor.forget(rows)
-        self._pipeline.entries.restore_rows(rows)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: vars(self)[name] for name in ("_device", "_enabled", "_state")}

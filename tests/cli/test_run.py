@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import py_compile
 import runpy
 import signal
 import subprocess
@@ -121,6 +122,38 @@ def test_a_module_and_a_folder_run_as_with_python(tmp_path: Path) -> None:
         assert plain.stderr == "no\n"
 
 
+LATE = """
+import atexit, sys
+HERE = [sys.argv, sys.path[0], __file__, __spec__ and __spec__.name, sys.excepthook.__module__]
+def late():
+    import __main__
+    print(HERE, __main__.HERE is HERE)
+atexit.register(late)
+"""
+
+
+@pytest.mark.parametrize("args", [("-m", "pack.part", "x"), ("./there/", "x"), ("late.pyc", "x")])
+def test_main_is_there_until_the_process_has_ended(tmp_path: Path, args: tuple[str, ...]) -> None:
+    for folder, name in (("pack", "part.py"), ("there", "__main__.py")):
+        (tmp_path / folder).mkdir()
+        written(tmp_path / folder, LATE, name)
+    py_compile.compile(str(written(tmp_path, LATE)), str(tmp_path / "late.pyc"))
+    plain, ours = (run(*args, cwd=tmp_path, ours=ours) for ours in (False, True))
+    assert plain.returncode == ours.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout
+    assert plain.stdout.endswith("'sys'] True\n")
+
+
+@pytest.mark.parametrize("args", [("-m", "pack.nothing"), ("empty",)])
+def test_what_cannot_be_run_is_one_line_as_with_python(
+    tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    plain, ours = (run(*args, cwd=tmp_path, ours=ours) for ours in (False, True))
+    assert ours.returncode == plain.returncode == 1
+    assert ours.stderr.splitlines()[:-1] == plain.stderr.splitlines()
+
+
 FAILING = """
 import sys
 def fail(): raise ValueError("first")
@@ -196,9 +229,10 @@ def test_a_file_that_is_not_there_is_named(
     )
 
 
-def test_arguments_after_the_script_are_its_own() -> None:
+@pytest.mark.parametrize("option", ["--log", "--log-to"])
+def test_arguments_after_the_script_are_its_own(option: str) -> None:
     scripts: list[Script] = []
-    args = ["run", "--log", "a", "--no-panel", "-m", "pack.mod", "--log", "b", "-m", "--", "c"]
+    args = ["run", option, "a", "--no-panel", "-m", "pack.mod", "--log", "b", "-m", "--", "c"]
     done = CliRunner().invoke(app, args, obj=scripts)
     assert done.exit_code == 0, done.output
     command = ["pack.mod", "--log", "b", "-m", "--", "c"]
@@ -255,6 +289,27 @@ def test_every_scaler_has_a_log_of_its_own(tmp_path: Path) -> None:
         [tmp_path / "log"],
         [tmp_path / "log" / "scaler-2"],
     ]
+
+
+@pytest.mark.parametrize("log", [None, Path("log")])
+def test_a_script_that_leaves_its_folder_has_its_log_where_it_began(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    log: Path | None,
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    recorder, scaler = launch.Recorder(Script(["train.py"], log=log)), Scaler()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorder.take(scaler)
+    recorder.finish()
+    (folder,) = scaler.paths
+    shown = folder.relative_to(tmp_path)
+    assert shown.parent == (launch.RUNS if log is None else Path())
+    said = f"gradscale: the log is in {shown}: gradscale report {shown}\n"
+    assert capfd.readouterr().err == said
 
 
 @pytest.mark.parametrize("error", [SettingError("locked"), OSError(28, "disk full")])

@@ -91,7 +91,8 @@ def test_each_rank_of_torchrun_has_a_log(tmp_path: Path, how: str) -> None:
     ours = ["-m", "gradscale"] if how == "module" else [entry]
     script = SCRIPTS / "train_ranks.py"
     plain = run(*launcher, script, cwd=tmp_path)
-    done = run(*launcher, *ours, "run", script, cwd=tmp_path)
+    log_to = ["--log-to", "gradscale-runs/log"] if how == "script" else []
+    done = run(*launcher, *ours, "run", *log_to, script, cwd=tmp_path)
     assert done.returncode == plain.returncode == 0, done.stderr
     lines = [sorted(one.stdout.splitlines()) for one in (plain, done)]
     assert lines[0] == lines[1]

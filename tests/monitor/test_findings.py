@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,25 @@ def test_what_no_scale_cures_is_found_at_once(verdict: str, kind: str) -> None:
     assert found.where == ("layer.weight" if verdict == "NaN at any scale" else "")
     assert found.evidence == f"2 steps were skipped ({verdict})."
     assert found.remedy == KINDS[kind]
+
+
+def test_a_loss_that_is_not_finite_is_found_though_the_step_is_applied() -> None:
+    records = [record(1) | {"loss": 1.0}, *(record(n) | {"loss": math.nan} for n in (2, 3))]
+    (finding,) = from_records(records)
+    assert (finding.kind, finding.step) == ("loss-not-finite", 2)
+    assert finding.evidence.startswith("2 steps were applied with such a loss")
+    skipped = record(4, "loss not finite") | {"loss": math.nan}
+    (finding,) = from_records([*records, skipped])
+    assert finding.evidence.startswith("1 step was skipped (loss not finite). 2 steps were applied")
+
+
+@pytest.mark.parametrize(("infs", "expected"), [(0, []), (1, ["scale-too-high"])])
+def test_a_row_of_nan_alone_is_not_put_down_to_the_scale(infs: int, expected: list[str]) -> None:
+    culprits = [["w", 0, 0, 4], ["v", 0, infs, 4]]
+    row = [record(n, "scale too high", culprits=culprits) for n in range(1, FALL + 1)]
+    assert kinds(row) == expected
+    last = record(FALL + 1, "NaN at any scale", culprits=culprits)
+    assert kinds([*row, last]) == [*expected, "nan-at-any-scale"]
 
 
 def test_step_without_gradients_is_no_skip() -> None:

@@ -52,6 +52,27 @@ def test_underflow_is_more_than_half_of_the_gradients(below: int, expected: Any)
     assert found(*skipped) == []  # the scale is falling
 
 
+@pytest.mark.parametrize(("large", "expected"), [(0, [("underflow", "a")]), (20, [])])
+def test_small_gradients_beside_large_ones_do_no_harm(large: int, expected: Any) -> None:
+    tail = (90,) + (0,) * 9 + (large,) * (large > 0)  # as behind a softmax that is sure
+    output = grad("a", -20, tail)._replace(kind="activation_grad")
+    tensors = output, grad("a.w"), grad("b.w"), grad("c.w")
+    assert found(*(sample(n, *tensors) for n in range(4))) == expected
+    lost = output._replace(low=-10, counts=(100,), zeros=900, flushed=900)
+    assert found(sample(1, lost, *tensors[1:])) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"), [("float16", "underflow"), ("float32", "dead-gradient")]
+)
+def test_a_model_whose_gradients_are_all_zero_is_found(format: str, kind: str) -> None:
+    zero = grad("a.w", counts=(), zeros=10), grad("b.w", counts=(), zeros=10)
+    samples = [sample(n, *zero)._replace(format=format) for n in range(3)]
+    assert found(*samples[:2]) == []
+    assert found(*samples) == [(kind, "")]
+    assert found(sample(0, grad("a.w"), zero[1]), *samples) == []
+
+
 def test_gradients_in_float32_do_not_underflow() -> None:
     wide = grad("a.w", -18, (100,), format="float32")
     below = grad("b.w", -30, (100,))  # smaller than float16 has: a sum of such numbers

@@ -276,6 +276,35 @@ def test_finding_of_another_type_is_a_line_that_cannot_be_read(
     assert (len(run.findings), run.skipped_lines) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "a"},
+        {"format": {}},
+        {"tensors": [{"name": "w", "kind": "weight_grad", "numel": 1, "counts": 1}]},
+        {"tensors": [{"name": "w", "kind": 1, "numel": 1}]},
+        {"tensors": [{"name": "w", "kind": "weight_grad", "numel": 1, "infs": "many"}]},
+        {"first_nonfinite": []},
+        {"facts": [["scale", "", "x"]]},
+    ],
+)
+def test_sample_of_another_type_is_a_line_that_cannot_be_read(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    tensor = {"name": "w", "kind": "weight_grad", "numel": 1, "low": 2, "counts": [1]}
+    sample = {"kind": "sample", "step": 1, "format": "float16", "tensors": [tensor]}
+    (tmp_path / "rank-0.jsonl").write_bytes(b"".join(map(encode, [sample, sample | wrong])))
+    run = read_quietly(tmp_path)
+    assert (len(run.samples), run.skipped_lines) == (1, 1)
+
+
+def test_settings_that_are_none_are_a_line_that_cannot_be_read(tmp_path: Path) -> None:
+    header = {"kind": "run", "version": 1, "settings": "none"}
+    (tmp_path / "rank-0.jsonl").write_bytes(encode(header))
+    run = read_quietly(tmp_path)
+    assert (run.settings, run.headers, run.skipped_lines) == ({}, [], 1)
+
+
 def test_end_of_the_interpreter_writes_what_waits(tmp_path: Path) -> None:
     program = (
         "import sys; from gradscale.runlog import RunLog; log = RunLog(sys.argv[1])\n"
@@ -340,6 +369,17 @@ def test_thinning_keeps_skips_and_all_other_lines(tmp_path: Path) -> None:
     assert lines.count(other) == 2
     assert sum(line["kind"] == "thinned" for line in lines) == 1
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_log_is_thinned_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    log = RunLog("run", max_steps=10)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for number in range(1, 101):
+        log.write(step(number))
+    log.close()
+    assert len([line for line in read(tmp_path / "run").steps if line["step"] % 7]) <= 10
 
 
 def test_steps_with_equal_numbers_do_not_stop_the_log(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ class Probe:
 
 
 class Hook:
-    """A hook of a module. A copy of the module has one that does nothing."""
+    """A hook of a module. A copy of the module has one that removes itself."""
 
     __slots__ = ("_call", "_name")
 
@@ -250,8 +250,19 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         """Passes on what torch gives it, outside of compiled graphs."""
-        if self._call is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if self._call is not None:
             self._call(self._name, *args)
+        else:
+            self._leave(args[0])
+
+    def _leave(self, module: nn.Module) -> None:
+        """Removes this hook from a copied module."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if hook is self]:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hook, ()

@@ -198,7 +198,18 @@ class Monitor:
         self.busy = True
 
     def forget(self, rows: Sequence[int] = ()) -> None:
-        """Drops what is on its way, which is of another run; `rows` are its skips in a row."""
+        """Drops what is on its way, which is of another run; `rows` are the skips of this one.
+
+        The log gets it first, and that **waits for the device**.
+        """
+        try:
+            if self.stream is not None:
+                self._log_the_rest(self.stream)
+        finally:
+            self._drop(rows)
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        """Drops what is on its way."""
         self.steps = []
         self._records.clear()
         self._replayed.clear()
@@ -261,6 +272,15 @@ class Monitor:
                 self.stream.take(record, source.extra, self.tracker.events(record), ())
         if self.stream is not None:
             self.stream.settle()
+
+    def _log_the_rest(self, stream: Stream) -> None:
+        """Hands everything that is on its way to the log, and calls nobody else."""
+        self._fetch(wait=True)
+        while (found := self._next(wait=True)) is not None:
+            record, source = found
+            self._number = record.step
+            extra = None if source is None else source.extra
+            stream.take(record, extra, self.tracker.events(record), ())
 
     def _next(self, wait: bool) -> tuple[StepRecord, Record | None] | None:
         """What comes next by its number, and what brought it: None for a replay.

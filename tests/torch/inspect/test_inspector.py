@@ -351,6 +351,10 @@ def test_a_copy_or_a_pickle_of_a_sampled_model_is_not_sampled() -> None:
     loop = Loop(mlp(), every=1)
     for other in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
         other(torch.ones(2, 8)).sum().backward()
+        for module in other.modules():  # the hooks that were copied have gone
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+            assert not module._forward_pre_hooks_with_kwargs
     loop.step()
     (sample,) = loop.inspector.samples
     assert [t.numel for t in sample.of("activation")] == [16 * 32, 16 * 32, 16]

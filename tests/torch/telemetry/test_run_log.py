@@ -571,6 +571,23 @@ def test_end_of_the_process_writes_what_has_arrived(
     function(*args)  # of a scaler that is gone
 
 
+def test_loading_a_checkpoint_costs_the_log_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net(in_tensors=True)
+    saved = net.scaler.state_dict()
+    net.scaler.log_to(tmp_path)
+    net.scaler.on("skip", pytest.fail)  # an event of the run that is left
+    device = LateDevice(monkeypatch)
+    train(net)
+    assert net.scaler._pipeline.monitor._records
+    net.scaler.load_state_dict(saved)
+    device.arrives = True
+    net.scaler.flush()
+    run = read(tmp_path)
+    check_lines(run.steps, net, [line["loss"] for line in run.steps])
+
+
 def test_rank_must_be_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(SettingError, match=r"RANK and WORLD_SIZE must be whole numbers"):
