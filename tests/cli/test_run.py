@@ -308,7 +308,7 @@ def test_a_script_that_leaves_its_folder_has_its_log_where_it_began(
     (folder,) = scaler.paths
     shown = folder.relative_to(tmp_path)
     assert shown.parent == (launch.RUNS if log is None else Path())
-    said = f"gradscale: the log is in {shown}: gradscale report {shown}\n"
+    said = f"gradscale: the log is in {shown}. To read it, run: gradscale report {shown}\n"
     assert capfd.readouterr().err == said
 
 

@@ -133,7 +133,7 @@ def test_scale_of_keras_own_class_is_brought_within_the_bounds(
     if isinstance(policy, gs.Off):
         optimizer.load_own_variables(store)
     else:
-        with pytest.warns(UserWarning, match="outside min_scale and max_scale"):
+        with pytest.warns(UserWarning, match="outside the range from min_scale to max_scale"):
             optimizer.load_own_variables(store)
     assert scale_of(optimizer) == ours
 
