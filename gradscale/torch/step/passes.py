@@ -373,6 +373,8 @@ class Passes:
                 each.entry.added(self.last, self.entries)
             elif changed:
                 self.entries.mark_mixed(changed)
+                for param in changed:  # where they were cleared in place, all of them is scaled
+                    self.unscaled.pop(id(param), None)
 
     def is_reducing(self) -> bool:
         """Whether all wrapped modules reduce the gradients of a pass: none is in no_sync()."""
