@@ -52,8 +52,7 @@ class MasterStore:
         self._noted = False
         """Whether `_saved` is what is being loaded, masters included."""
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-            loading: Any = self._loading(optimizer.load_state_dict)
-            optimizer.load_state_dict = loading
+            vars(optimizer)["load_state_dict"] = self._loading(optimizer.load_state_dict)
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._add_to_saved),
             optimizer.register_load_state_dict_pre_hook(self._note_saved),

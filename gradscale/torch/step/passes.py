@@ -4,8 +4,7 @@ An iteration, from one `update()` to the next, has one scale. A backward pass le
 the scale of the iteration in which it runs, also if its loss was scaled before. Gradients that an
 optimizer did not step keep their scale in its entry, and are brought to the scale of the next pass
 when that begins. Nothing is added to unscaled gradients without notice: while an entry is unscaled,
-its gradients are compared before and after every pass. In an ordinary iteration none of this does
-anything.
+its gradients are compared before and after every pass. In most iterations nothing of this happens.
 """
 
 from __future__ import annotations
@@ -150,10 +149,11 @@ class Passes:
         """Losses that were scaled."""
         self.last_scaled: Any = lambda: None
         self.unscaled: dict[int, weakref.ref[Tensor]] = {}
-        """Gradients that were unscaled in place for one of several optimizers that share them, by
-        the id of the parameter."""
+        """Gradients unscaled in place for one of several optimizers that share them, by parameter."""
         self.unscaled_now = False
         """Whether one of those was unscaled in the iteration of now."""
+        self.added: set[int] = set()
+        """Those that a pass has changed since: in the next iteration they are scaled ones."""
         self.droppable: list[DroppablePass] = []
         """The droppable passes whose gradients some optimizer has not stepped yet."""
         self.weighed: dict[int, int] = {}
@@ -211,6 +211,8 @@ class Passes:
         iteration, self.iteration = self.iteration, None
         self.ended += 1
         self.unscaled_now = False
+        while self.added:
+            self.unscaled.pop(self.added.pop(), None)
         if iteration is not None and iteration.captured and capturing():
             self.last = None  # the next iteration has the scale of its own time
         for entry in self.entries.all:
@@ -373,8 +375,7 @@ class Passes:
                 each.entry.added(self.last, self.entries)
             elif changed:
                 self.entries.mark_mixed(changed)
-                for param in changed:  # where they were cleared in place, all of them is scaled
-                    self.unscaled.pop(id(param), None)
+                self.added.update(map(id, changed))
 
     def is_reducing(self) -> bool:
         """Whether all wrapped modules reduce the gradients of a pass: none is in no_sync()."""
@@ -410,6 +411,7 @@ class Passes:
     def note_unscaled(self, params: list[Tensor]) -> None:
         """Remembers that gradients which optimizers share are unscaled now."""
         self.unscaled_now = True
+        self.added -= set(map(id, params))
         self.unscaled |= {id(p): weakref.ref(p.grad) for p in params if p.grad is not None}
 
 

@@ -249,7 +249,7 @@ def test_a_skipped_critic_is_cleared_though_the_makers_loss_adds_to_it() -> None
     assert critic.grad.item() == 4.0  # the maker's part of it, and nothing of the overflow
 
 
-def test_a_skipped_step_is_cleared_though_another_optimizer_has_cleared_the_first_gradient() -> None:
+def test_a_skipped_step_is_cleared_though_its_first_gradient_is_gone_for_another_one() -> None:
     scaler, shared, own = GradScaler("cpu", init_scale=4.0), parameter(), parameter()
     first, second = SGD([shared], lr=1.0), SGD([shared, own], lr=1.0)
     scaler.backward(shared.sum() + own.sum())
