@@ -149,7 +149,7 @@ class Passes:
         """Losses that were scaled."""
         self.last_scaled: Any = lambda: None
         self.unscaled: dict[int, weakref.ref[Tensor]] = {}
-        """Gradients unscaled in place for one of several optimizers that share them, by parameter."""
+        """Gradients unscaled in place for one of several optimizers that share them, by param."""
         self.unscaled_now = False
         """Whether one of those was unscaled in the iteration of now."""
         self.added: set[int] = set()
