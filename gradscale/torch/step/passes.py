@@ -327,6 +327,7 @@ class Passes:
             self.compare()
         self.entries.gone.clear()
         brought: set[int] = set()
+        unscaled: list[Any] = []
         for entry in self.entries.all:
             entry.known = True
             if entry.skipped is not False:  # of a step in this very iteration
@@ -338,11 +339,11 @@ class Passes:
             if entry.stage is UNSCALED or entry.mixed:
                 groups = entry.param_groups()
                 if with_grad(groups):
-                    params = [param for group in groups for param in group["params"]]
-                    self.watched.append(_Watched(params, entry))
+                    unscaled.append(([p for group in groups for p in group["params"]], entry))
                 else:
                     entry.make_ready()
                     entry.left = None
+        self.watched = [_Watched(*each) for each in unscaled]  # all is cleared and brought by now
         if not self.unscaled_now:
             self.unscaled.clear()
         if self.unscaled:
@@ -384,8 +385,7 @@ class Passes:
 
     def refuse_unreduced(self, what: str) -> None:
         """Raises if gradients that are not reduced over ranks would be set aside, and stay so."""
-        iteration = self.iteration
-        left = iteration is not None and iteration.unreduced
+        left = self.iteration is not None and self.iteration.unreduced
         if left or not self.is_reducing():
             raise CallOrderError(
                 f"The gradients of a loss with {what} are looked at on their own, so every pass of "
