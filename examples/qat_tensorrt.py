@@ -84,9 +84,7 @@ def main(seed: int = 0, steps: int = 1000) -> None:
     scores = fit(quantized(net), steps // 6, 0.02), fit(half, steps // 6, 0.02, half=True)
     inputs, _ = turned(UNSEEN)
     expected = half(inputs).detach().numpy()
-    warnings.simplefilter(
-        "ignore", FutureWarning
-    )  # the exporter uses deprecated functions of torch
+    warnings.simplefilter("ignore", FutureWarning)  # the exporter uses deprecated functions
     final = torch.export.export(convert_pt2e(half), (inputs,), dynamic_shapes=BATCHES)
     program = torch.onnx.export(final, verbose=False).model_proto  # type: ignore[union-attr]
     session = InferenceSession(program.SerializeToString())  # onnx.save(program, "digits.onnx")

@@ -49,6 +49,10 @@ class MasterStore:
         """By the id of the weight; another dictionary after loading."""
         self._weights = weights
         self._saved: dict[str, Any] = {}
+        self._noted = False
+        """Whether `_saved` is what is being loaded, masters included."""
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+            vars(optimizer)["load_state_dict"] = self._loading(optimizer.load_state_dict)
         self._hooks = [
             optimizer.register_state_dict_post_hook(self._add_to_saved),
             optimizer.register_load_state_dict_pre_hook(self._note_saved),
@@ -59,6 +63,7 @@ class MasterStore:
         """Removes the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     @torch.no_grad()
     def keep(self, weight: Tensor) -> KeptMaster:
@@ -129,17 +134,28 @@ class MasterStore:
                 states[number] = {**states.get(number, {}), **values}
         return {**saved, "state": states}
 
+    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """`load`, an optimizer's own `load_state_dict()`, that is given no masters.
+
+        It may look for what it is given in the states that torch has loaded for it.
+        """
+
+        def load_state_dict(saved: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._hooks:  # detached
+                return load(saved, *args, **kwargs)
+            self._saved, self._noted = saved, True
+            try:
+                return load(_without_masters(saved), *args, **kwargs)
+            finally:
+                self._noted = False
+
+        return load_state_dict
+
     def _note_saved(self, _: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """What torch loads of `saved`: all but the masters, which it would round."""
-        self._saved = saved
-        states = {}
-        for number, state in saved["state"].items():
-            rest = state
-            if isinstance(state, dict):
-                rest = {k: v for k, v in state.items() if k not in (MASTER, LOW_BITS)}
-            if rest or not state:
-                states[number] = rest
-        return {**saved, "state": states}
+        if not self._noted:
+            self._saved = saved
+        return _without_masters(saved)
 
     def _take_saved(self, optimizer: Optimizer) -> None:
         """Takes states as they were saved, and the masters."""
@@ -155,6 +171,18 @@ class MasterStore:
                 values = {k: v.to(device, copy=True) for k, v in found.items()}
                 self.kept[id(weight)] = KeptMaster(weight, values)
         master_bits.restore_exact(optimizer, {**saved, "state": exact})
+
+
+def _without_masters(saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved`, as the optimizer would have saved it by itself."""
+    states = {}
+    for number, state in saved["state"].items():
+        rest = state
+        if isinstance(state, dict):
+            rest = {k: v for k, v in state.items() if k not in (MASTER, LOW_BITS)}
+        if rest or not state:
+            states[number] = rest
+    return {**saved, "state": states}
 
 
 def _numbered(saved: dict[str, Any], params: list[Tensor]) -> list[tuple[Any, Tensor]]:

@@ -245,11 +245,13 @@ class OptimizerEntry:
         if known is None and self.witness[0]() is None:
             return  # cleared, as in most loops; on a device every step may have been skipped
         params = with_grad(self.param_groups())
-        if self.has_new_gradients(params) and not alone:
-            return
         if known is not None:
             params = [p for p in params if id(p) in known and known[id(p)]() is p.grad]
-        elif params and self.witness[0]() is not params[0].grad:
+            # The first of them may be gone, for others to whom the parameter belongs as well.
+            alone = alone or self.witness[0]() is None
+        if self.has_new_gradients(params) and not alone:
+            return
+        if known is None and params and self.witness[0]() is not params[0].grad:
             return
         if params:
             grads = {id(p.grad): version_of(p.grad) for p in params}

@@ -4,8 +4,7 @@ An iteration, from one `update()` to the next, has one scale. A backward pass le
 the scale of the iteration in which it runs, also if its loss was scaled before. Gradients that an
 optimizer did not step keep their scale in its entry, and are brought to the scale of the next pass
 when that begins. Nothing is added to unscaled gradients without notice: while an entry is unscaled,
-its gradients are compared before and after every pass. In an ordinary iteration none of this does
-anything.
+its gradients are compared before and after every pass. In most iterations nothing of this happens.
 """
 
 from __future__ import annotations
@@ -150,10 +149,11 @@ class Passes:
         """Losses that were scaled."""
         self.last_scaled: Any = lambda: None
         self.unscaled: dict[int, weakref.ref[Tensor]] = {}
-        """Gradients that were unscaled in place for one of several optimizers that share them, by
-        the id of the parameter."""
+        """Gradients unscaled in place for one of several optimizers that share them, by param."""
         self.unscaled_now = False
         """Whether one of those was unscaled in the iteration of now."""
+        self.added: set[int] = set()
+        """Those that a pass has changed since: in the next iteration they are scaled ones."""
         self.droppable: list[DroppablePass] = []
         """The droppable passes whose gradients some optimizer has not stepped yet."""
         self.weighed: dict[int, int] = {}
@@ -211,6 +211,8 @@ class Passes:
         iteration, self.iteration = self.iteration, None
         self.ended += 1
         self.unscaled_now = False
+        while self.added:
+            self.unscaled.pop(self.added.pop(), None)
         if iteration is not None and iteration.captured and capturing():
             self.last = None  # the next iteration has the scale of its own time
         for entry in self.entries.all:
@@ -325,6 +327,7 @@ class Passes:
             self.compare()
         self.entries.gone.clear()
         brought: set[int] = set()
+        unscaled: list[Any] = []
         for entry in self.entries.all:
             entry.known = True
             if entry.skipped is not False:  # of a step in this very iteration
@@ -336,11 +339,11 @@ class Passes:
             if entry.stage is UNSCALED or entry.mixed:
                 groups = entry.param_groups()
                 if with_grad(groups):
-                    params = [param for group in groups for param in group["params"]]
-                    self.watched.append(_Watched(params, entry))
+                    unscaled.append(([p for group in groups for p in group["params"]], entry))
                 else:
                     entry.make_ready()
                     entry.left = None
+        self.watched = [_Watched(*each) for each in unscaled]  # all is cleared and brought by now
         if not self.unscaled_now:
             self.unscaled.clear()
         if self.unscaled:
@@ -373,6 +376,7 @@ class Passes:
                 each.entry.added(self.last, self.entries)
             elif changed:
                 self.entries.mark_mixed(changed)
+                self.added.update(map(id, changed))
 
     def is_reducing(self) -> bool:
         """Whether all wrapped modules reduce the gradients of a pass: none is in no_sync()."""
@@ -381,8 +385,7 @@ class Passes:
 
     def refuse_unreduced(self, what: str) -> None:
         """Raises if gradients that are not reduced over ranks would be set aside, and stay so."""
-        iteration = self.iteration
-        left = iteration is not None and iteration.unreduced
+        left = self.iteration is not None and self.iteration.unreduced
         if left or not self.is_reducing():
             raise CallOrderError(
                 f"The gradients of a loss with {what} are checked separately, so they must be "
@@ -409,6 +412,7 @@ class Passes:
     def note_unscaled(self, params: list[Tensor]) -> None:
         """Remembers that gradients which optimizers share are unscaled now."""
         self.unscaled_now = True
+        self.added -= set(map(id, params))
         self.unscaled |= {id(p): weakref.ref(p.grad) for p in params if p.grad is not None}
 
 

@@ -119,6 +119,8 @@ class Pipeline:
             self.passes.compare()  # of a pass that raised
         if entry.stage is UNSCALED and entry.held is None and not with_grad(optimizer.param_groups):
             entry.make_ready()  # what an earlier iteration has unscaled is gone
+        if entry.lacking is not None and not with_grad(optimizer.param_groups):
+            entry.lacking = None  # what it lacks a part of is gone
         if entry.mixed or not (entry.stage is READY or (unscaled and entry.stage is UNSCALED)):
             refuse_stage(entry, call, unscaled)
         entry.held = optimizer

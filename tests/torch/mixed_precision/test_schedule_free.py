@@ -72,3 +72,30 @@ def test_the_loss_falls_in_evaluation() -> None:
         with torch.no_grad():
             losses.append(float((model(torch.ones(2, 4)) - 1).square().mean()))
     assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("mode", list(DTYPES))
+def test_a_run_goes_on_from_its_state(mode: str) -> None:
+    torch.manual_seed(0)
+    runs = []
+    for _ in range(2):
+        model = nn.Linear(4, 3)
+        optimizer = adamw(model.parameters())
+        runs.append((model, MixedPrecision(model, optimizer, mode)))
+        optimizer.train()
+
+    def step(number: int) -> None:
+        model, mp = runs[number]
+        mp.backward((model(torch.ones(2, 4)) - 1).square().mean())
+        assert mp.step().applied
+
+    step(0)
+    step(0)
+    step(1)
+    runs[1][1].load_state_dict(runs[0][1].state_dict())
+    for _ in range(2):
+        first, second = (mp.float32_model_state() for _, mp in runs)
+        for name in first:
+            assert torch.equal(first[name], second[name])
+        step(0)
+        step(1)

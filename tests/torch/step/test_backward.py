@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu_graph import keep_in_tensors
 from gradscale import CallOrderError, SettingError, Static
 from gradscale.torch import GradScaler
 from tensors import parameter
@@ -289,6 +290,19 @@ def test_a_skip_of_one_optimizer_leaves_the_shared_gradient_to_the_other(
     scaler.update()
     assert (w.tolist(), bad.tolist()) == ([-1.0], [0.0])
     assert scaler.get_scale() == 8.0
+
+
+def test_clearing_after_a_step_is_not_taken_for_an_addition_to_a_shared_gradient() -> None:
+    scaler, shared, other = GradScaler("cpu", init_scale=16.0), parameter(0.0), parameter(0.0)
+    keep_in_tensors(scaler)  # which clears by a multiplication, in case the step was skipped
+    first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
+    scaler.watch(second)
+    scaler.backward(shared.sum())
+    scaler.unscale_(first)
+    scaler.step(second)
+    scaler.backward(other.sum())
+    scaler.step(first)
+    assert shared.tolist() == [-2.0]
 
 
 # The law of it all.

@@ -249,6 +249,35 @@ def test_a_skipped_critic_is_cleared_though_the_makers_loss_adds_to_it() -> None
     assert critic.grad.item() == 4.0  # the maker's part of it, and nothing of the overflow
 
 
+def test_a_skipped_step_is_cleared_though_its_first_gradient_is_gone_for_another_one() -> None:
+    scaler, shared, own = GradScaler("cpu", init_scale=4.0), parameter(), parameter()
+    first, second = SGD([shared], lr=1.0), SGD([shared, own], lr=1.0)
+    scaler.backward(shared.sum() + own.sum())
+    own.grad.fill_(math.inf)
+    scaler.step(first)
+    scaler.step(second)
+    first.zero_grad()
+    scaler.backward(shared.sum())
+    scaler.update()
+    scaler.step(second)
+    assert scaler.outcome(second).applied
+    assert (shared.item(), own.item()) == (-2.0, 0.0)
+
+
+def test_shared_gradients_that_were_cleared_in_place_are_scaled_by_the_next_pass() -> None:
+    scaler, shared, own = GradScaler("cpu", init_scale=4.0), parameter(), parameter()
+    first, second = SGD([shared], lr=1.0), SGD([shared, own], lr=1.0)
+    scaler.watch(first)
+    scaler.backward(shared.sum() + own.sum())
+    scaler.unscale_(second)
+    scaler.step(second)
+    second.zero_grad(set_to_none=False)
+    scaler.backward(shared.sum() + own.sum())
+    scaler.update()
+    scaler.step(second)
+    assert (shared.item(), own.item()) == (-2.0, -2.0)
+
+
 def test_an_optimizer_made_anew_does_not_step_on_old_gradients() -> None:
     scaler, w = GradScaler("cpu"), parameter()
     scaler.backward(w.sum())

@@ -371,3 +371,15 @@ def test_a_bad_loss_holds_back_gradients_that_a_later_pass_puts_aside(earlier: b
     scaler.backward(table(torch.tensor([1])).sum())
     assert not scaler.apply(optimizer)
     assert torch.equal(table.weight, before)
+
+
+def test_a_bad_loss_whose_gradients_were_cleared_does_not_hold_back_other_optimizers() -> None:
+    scaler, a, b = GradScaler("cpu", init_scale=8.0), parameter(0.0), parameter(0.0)
+    one, other = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    for optimizer in (one, other):
+        scaler.watch(optimizer)
+    scaler.backward(b.sum())
+    scaler.backward((a * 2.0**126).sum(), loss_id=1)
+    one.zero_grad()
+    assert scaler.apply([one, other])
+    assert (a.item(), b.item()) == (0.0, -1.0)
