@@ -4,7 +4,8 @@ An iteration, from one `update()` to the next, has one scale. A backward pass le
 the scale of the iteration in which it runs, also if its loss was scaled before. Gradients that an
 optimizer did not step keep their scale in its entry, and are brought to the scale of the next pass
 when that begins. Nothing is added to unscaled gradients without notice: while an entry is unscaled,
-its gradients are compared before and after every pass. In most iterations nothing of this happens.
+its gradients are compared before and after every pass. In an ordinary iteration none of this does
+anything.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from gradscale.torch.grads.collect import with_grad
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.grads.scale import Scale, move, times
 from gradscale.torch.state import HALF_LOSS_SCALE, LossId, ScaleState
-from gradscale.torch.step.entries import UNSCALED, Entries, OptimizerEntry, version_of
-from gradscale.torch.step.sharing import DroppablePass, forget_cleared
+from gradscale.torch.step.entries import UNSCALED, Entries, OptimizerEntry
+from gradscale.torch.step.sharing import DroppablePass, Watched, forget_cleared, unscaled_ids
 
 if TYPE_CHECKING:
     from gradscale.torch.step.own_losses import OwnLoss
@@ -149,7 +150,8 @@ class Passes:
         """Losses that were scaled."""
         self.last_scaled: Any = lambda: None
         self.unscaled: dict[int, weakref.ref[Tensor]] = {}
-        """Gradients unscaled in place for one of several optimizers that share them, by param."""
+        """Gradients that were unscaled in place for one of several optimizers that share them, by
+        the id of the parameter."""
         self.unscaled_now = False
         """Whether one of those was unscaled in the iteration of now."""
         self.added: set[int] = set()
@@ -161,7 +163,7 @@ class Passes:
         self._warned_half = False
         self._task = -1
         self.lock = threading.Lock()
-        self.watched: list[_Watched] = []
+        self.watched: list[Watched] = []
         """Unscaled gradients that a pass may change, until it has ended."""
 
     def current(self, half: bool = False) -> Iteration:
@@ -335,6 +337,7 @@ class Passes:
             if entry.lacking is not None and not with_grad(entry.param_groups()):
                 entry.lacking = None
             if entry.left is not None and entry.stage is not UNSCALED:
+                brought = brought or unscaled_ids(self)
                 entry.rescale(iteration.scale, brought)
             if entry.stage is UNSCALED or entry.mixed:
                 groups = entry.param_groups()
@@ -343,13 +346,14 @@ class Passes:
                 else:
                     entry.make_ready()
                     entry.left = None
-        self.watched = [_Watched(*each) for each in unscaled]  # all is cleared and brought by now
+        for each in unscaled:  # as they are once all is cleared and brought
+            self.watched.append(Watched(*each))
         if not self.unscaled_now:
             self.unscaled.clear()
         if self.unscaled:
             params = [p for p in self.entries.params_in(self.unscaled) if self.is_unscaled(p)]
             self.unscaled = {id(p): self.unscaled[id(p)] for p in params}
-            self.watched.append(_Watched(params, None))
+            self.watched.append(Watched(params, None))
 
     def bring(self, scale: Scale) -> None:
         """Brings all gradients that were left to `scale`, before they are set aside."""
@@ -358,6 +362,7 @@ class Passes:
             if entry.skipped is not False:
                 entry.clear_skipped(self.entries)
             if entry.left is not None and entry.stage is not UNSCALED:
+                brought = brought or unscaled_ids(self)
                 entry.rescale(scale, brought)
 
     def _end_soon(self) -> None:
@@ -385,7 +390,8 @@ class Passes:
 
     def refuse_unreduced(self, what: str) -> None:
         """Raises if gradients that are not reduced over ranks would be set aside, and stay so."""
-        left = self.iteration is not None and self.iteration.unreduced
+        iteration = self.iteration
+        left = iteration is not None and iteration.unreduced
         if left or not self.is_reducing():
             raise CallOrderError(
                 f"The gradients of a loss with {what} are checked separately, so they must be "
@@ -414,26 +420,6 @@ class Passes:
         self.unscaled_now = True
         self.added -= set(map(id, params))
         self.unscaled |= {id(p): weakref.ref(p.grad) for p in params if p.grad is not None}
-
-
-class _Watched:
-    """Unscaled gradients as they were when a pass began."""
-
-    __slots__ = ("_grads", "entry")
-
-    def __init__(self, params: list[Tensor], entry: OptimizerEntry | None) -> None:
-        self.entry = entry
-        """Whose they are; None for those that several optimizers share."""
-        self._grads = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in params]
-
-    def changed(self) -> list[Tensor]:
-        """The parameters whose gradients were made, replaced or written to; not those cleared."""
-        return [
-            param
-            for param, grad, version in self._grads
-            if param.grad is not None
-            and (param.grad is not grad or version_of(param.grad) != version)
-        ]
 
 
 def _all_finite(loss: Tensor) -> Tensor:

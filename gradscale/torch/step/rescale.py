@@ -30,6 +30,8 @@ def unscale_and_clip(pipeline: Pipeline, step: Step) -> None:
     step.clip = 1.0
     if not step.in_place:
         pipeline.note_unscaled(step)
+        if step.shared:
+            pipeline.passes.note_unscaled(step.grads.params)
 
 
 def limit_elements(pipeline: Pipeline, step: Step, limit: float, max_norm: float | None) -> None:

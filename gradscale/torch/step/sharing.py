@@ -30,6 +30,26 @@ class DroppablePass(NamedTuple):
     """bool: whether it was left out."""
 
 
+class Watched:
+    """Unscaled gradients as they were when a pass began."""
+
+    __slots__ = ("_grads", "entry")
+
+    def __init__(self, params: list[Tensor], entry: OptimizerEntry | None) -> None:
+        self.entry = entry
+        """Whose they are; None for those that several optimizers share."""
+        self._grads = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in params]
+
+    def changed(self) -> list[Tensor]:
+        """The parameters whose gradients were made, replaced or written to; not those cleared."""
+        return [
+            param
+            for param, grad, version in self._grads
+            if param.grad is not None
+            and (param.grad is not grad or version_of(param.grad) != version)
+        ]
+
+
 def forget_cleared(passes: Passes, others: Sequence[Tensor] = ()) -> None:
     """Removes parameters whose gradients were cleared from the droppable passes."""
     groups = [group for entry in passes.entries.all for group in entry.param_groups()]
@@ -63,6 +83,14 @@ def _unscale_skipped(passes: Passes, params: list[Tensor], step: Step) -> None:
     one = torch.ones_like(step.scale.tensor)
     multiply(values_of(scaled), torch.where(step.skip != 0, step.scale.inverse, one))
     passes.note_unscaled(scaled)
+
+
+def unscaled_ids(passes: Passes) -> set[int]:
+    """The ids of parameters whose gradients are unscaled, so that no entry may rescale them."""
+    entries = passes.entries
+    groups = [e.param_groups() for e in entries.all if e.stage is UNSCALED]
+    ids = {id(param) for each in groups for param in with_grad(each)}
+    return ids | {id(p) for p in entries.params_in(passes.unscaled) if passes.is_unscaled(p)}
 
 
 def unscaled_among(

@@ -296,13 +296,39 @@ def test_clearing_after_a_step_is_not_taken_for_an_addition_to_a_shared_gradient
     scaler, shared, other = GradScaler("cpu", init_scale=16.0), parameter(0.0), parameter(0.0)
     keep_in_tensors(scaler)  # which clears by a multiplication, in case the step was skipped
     first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
-    scaler.watch(second)
+    for optimizer in (first, second):
+        scaler.watch(optimizer)
     scaler.backward(shared.sum())
     scaler.unscale_(first)
     scaler.step(second)
     scaler.backward(other.sum())
     scaler.step(first)
     assert shared.tolist() == [-2.0]
+
+
+def test_a_shared_gradient_that_is_unscaled_is_not_brought_to_another_scale() -> None:
+    scaler, shared, other = GradScaler("cpu", init_scale=16.0), parameter(0.0), parameter(0.0)
+    first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
+    for optimizer in (first, second):
+        scaler.watch(optimizer)
+    scaler.backward(shared.sum())
+    scaler.update(4.0)
+    scaler.unscale_(first)
+    scaler.backward(other.sum())
+    scaler.step(first)
+    scaler.step(second)
+    assert shared.tolist() == [-2.0]
+
+
+def test_a_loss_of_its_own_is_not_added_to_a_shared_gradient_that_was_clipped_and_stepped() -> None:
+    scaler, shared = GradScaler("cpu", init_scale=16.0), parameter(0.0)
+    first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
+    scaler.watch(second)
+    scaler.backward(shared.sum())
+    scaler.clip_grad_norm_(first, 2.0)
+    scaler.step(first)
+    with pytest.raises(CallOrderError, match="unscaled already"):
+        scaler.backward(shared.sum(), loss_id=1)
 
 
 # The law of it all.

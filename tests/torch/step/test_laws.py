@@ -126,10 +126,13 @@ class Loop:
             there = {k for k in reached if self.params[k].grad is not None}
             unscaled = [i for i in range(COUNT) if self.stage[i] == "unscaled" and self.has(i)]
             spoils = there & self.unscaled or any(reached & self.members[i] for i in unscaled)
-            if self.refused(bool(spoils), lambda: self.scaler.backward(ours, loss_id=1)):
+            if spoils:
+                self.refused(True, lambda: self.scaler.backward(ours, loss_id=1))
                 return
         self.begin(reached)
-        if how == "scale":
+        if how == "own":
+            self.scaler.backward(ours, loss_id=1)
+        elif how == "scale":
             self.scaler.scale(ours).backward()
         elif how == "backward":
             self.scaler.backward(ours)
