@@ -67,7 +67,8 @@ def found(page: Page, question: str) -> list[str]:
     while time.monotonic() < end:
         time.sleep(0.3)
         now = page.evaluate(marks)
-        if now and now == last:
+        said = page.evaluate("document.querySelector('.md-search-result__meta').textContent")
+        if now == last and (now or "No matching" in said):
             break
         last = now
     root = page.evaluate("new URL('.', location.href).pathname")

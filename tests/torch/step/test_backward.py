@@ -327,7 +327,7 @@ def test_a_loss_of_its_own_is_not_added_to_a_shared_gradient_that_was_clipped_an
     scaler.backward(shared.sum())
     scaler.clip_grad_norm_(first, 2.0)
     scaler.step(first)
-    with pytest.raises(CallOrderError, match="unscaled already"):
+    with pytest.raises(CallOrderError, match="gradients that are already unscaled"):
         scaler.backward(shared.sum(), loss_id=1)
 
 
