@@ -65,9 +65,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
-# The site, in site/: open site/index.html. `make test` builds it as well.
+# The site, in site/: open site/index.html. `make test` builds it as well. The variable turns off an
+# advertisement of Material for MkDocs for its successor.
 docs: $(STAMP)
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The pictures of the README and of the site, drawn from the rows in docs/pictures. A script of that
 # folder measures its rows again with --record.

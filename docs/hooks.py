@@ -27,6 +27,9 @@ PICTURES = re.compile(
     r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">'
 )
 
+BEHIND = "---\nsearch:\n  boost: 0.5\n---\n\n"
+"""Puts a page behind the guides in the results of a search."""
+
 
 def root_page(name: str) -> str:
     """The text of a page in the root, with links that are right in the site."""
@@ -46,7 +49,7 @@ def examples() -> dict[str, str]:
     for path in sorted(ROOT.glob("examples/*.py")):
         code = path.read_text(encoding="utf-8")
         first = (ast.get_docstring(ast.parse(code)) or "").splitlines()[0]
-        pages[f"examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{code}```\n"
+        pages[f"examples/{path.stem}.md"] = f"{BEHIND}# {path.name}\n\n```python\n{code}```\n"
         rows.append(f"| [{path.name}]({path.stem}.md) | {first} |")
     table = "\n".join(["| program | what it shows |", "|---|---|", *rows])
     text = "Complete programs to copy from. The tests run each of them.\n\n"

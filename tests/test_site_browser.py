@@ -22,6 +22,7 @@ QUESTIONS = {
     "loss is nan": "troubleshooting",
     "Current loss scale already at minimum": "troubleshooting",
     "clip gradients": "how-to/clip",
+    "gradient clipping": "how-to/clip",
     "accumulate gradients": "how-to/accumulate",
     "LBFGS": "how-to/closures",
     "gradient penalty": "how-to/gradient-penalties",
@@ -31,6 +32,12 @@ QUESTIONS = {
     "choose a policy": "how-to/choose-a-policy",
     "LoRA": "how-to/lora",
     "Apex": "move/apex",
+    "initial scale": "how-to/choose-a-policy",
+    "wandb": "how-to/log",
+    "validation": "how-to/choose-a-mode",
+    "export weights": "how-to/resume",
+    "V100": "how-to/old-gpus",
+    "DataParallel": "move/apex",
 }
 """What people search for, and a page that must be among the first three that are found."""
 PAGES = ["index", "tutorial", "how-to/clip", "troubleshooting"]

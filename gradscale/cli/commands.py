@@ -169,7 +169,11 @@ def simulate(
     console = Console(highlight=False)
     table = Table(padding=(0, 0))
     for heading in compare.HEADINGS:
-        table.add_column(heading, no_wrap=True, justify="left" if heading == "policy" else "right")
+        if heading in ("history", "policy"):
+            # Long calls take several lines in a narrow terminal, so that no number is cut off.
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, no_wrap=True, justify="right")
     for row in rows:
         table.add_row(*map(escape, compare.cells(row)))
     console.print(table)

@@ -122,7 +122,7 @@ FALL = 8
 """Overflows in a row that are too many. To find a scale that has grown too far out costs one, and a
 spike two or three; eight are a scale that is a factor of 256 too high."""
 OFTEN = 20
-"""Skipped steps within `WINDOW` that are too many: 5 %, where the default settings lose 0.05 %."""
+"""Overflows within `WINDOW` that are too many: 5 %, where the default settings lose 0.05 %."""
 WINDOW = 400
 """Steps among which skips are counted."""
 START = 100
@@ -202,18 +202,17 @@ class RecordRules:
             self._skips.clear()
             self._apart_since = None
         self._last = number
-        skipped = False
+        overflowed = False
         loss = record.get("loss")
         if isinstance(loss, float) and not math.isfinite(loss):
             self._take_loss(number, record)
         for step in record.get("steps", ()):
             if not step["applied"] and step.get("verdict") != "no gradients":
-                skipped = True
-                self._take_skip(number, step)
+                overflowed |= self._take_skip(number, step)
             elif step["applied"]:
                 self._falls.pop(step.get("optimizer"), None)
                 self._take_room(number, step)
-        if skipped:
+        if overflowed:
             self._count_skip(number)
         if record.get("moves"):
             self._scales.update({loss_id: after for loss_id, _, after, *_ in record["moves"]})
@@ -245,8 +244,8 @@ class RecordRules:
             parts.append(f"{several} applied with such a loss, because gradients were finite.")
         return " ".join(parts)
 
-    def _take_skip(self, number: int, step: Mapping[str, Any]) -> None:
-        """Looks at a step that was skipped."""
+    def _take_skip(self, number: int, step: Mapping[str, Any]) -> bool:
+        """Looks at a step that was skipped; False if its cause is known not to be a high scale."""
         verdict = step.get("verdict", "")
         if not step.get("loss_finite", True):
             verdict = "loss not finite"
@@ -274,6 +273,7 @@ class RecordRules:
         if self._rows >= self._stuck_after:
             known = f"; the verdict for step {number} was {verdict!r}" if verdict else ""
             self._find("stuck", number, lambda: self._stuck_evidence() + known + ".", worst)
+        return verdict not in ("loss not finite", "NaN at any scale", "scale too low")
 
     def _times(self, verdict: str) -> str:
         """How often steps were skipped for one reason."""
@@ -291,7 +291,7 @@ class RecordRules:
         return f"{self._rows} steps in a row were skipped"
 
     def _count_skip(self, number: int) -> None:
-        """Counts the skips of late."""
+        """Counts the overflows of late."""
         if number <= START:
             return
         self._skips.append(number)

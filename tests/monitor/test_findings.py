@@ -72,6 +72,12 @@ def test_skips_at_the_start_do_not_count_as_too_often() -> None:
     assert kinds({**line, "step": line["step"] + START} for line in lines) == ["skips-too-often"]
 
 
+@pytest.mark.parametrize("cause", ["loss not finite", "NaN at any scale", "scale too low"])
+def test_skips_that_no_lower_scale_prevents_do_not_count_as_too_often(cause: str) -> None:
+    lines = [record(START + n, cause if n <= OFTEN else "") for n in range(1, WINDOW)]
+    assert "skips-too-often" not in kinds(lines)
+
+
 def test_evidence_names_the_scales_and_is_kept_up_to_date() -> None:
     rules = RecordRules()
     new = [found for line in dynamic_run(2.0**4, 50) for found in rules.take(line)]

@@ -203,6 +203,16 @@ def test_the_command_prints_a_table() -> None:
         assert name in result.output
 
 
+def test_no_number_is_cut_off_in_a_terminal_of_80_columns() -> None:
+    args = ("lognormal(2.0, drift=10)", "--steps", "200", "--runs", "20")
+    result = invoke("simulate", *args, "--policy", "Headroom(margin=1)", columns=80)
+    assert result.exit_code == 0, result.output
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.output
+    (numbers,) = [line for line in result.output.splitlines() if " %" in line]
+    assert len(numbers) == 80
+    assert numbers.count("\N{BOX DRAWINGS LIGHT VERTICAL}") == 10
+
+
 def test_the_command_tells_the_same_as_json(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_text("amax,scale\n8,4\n9,4\n", encoding="utf-8")

@@ -152,8 +152,7 @@ def cast_all(models: Iterable[tuple[nn.Module, list[Keep]]], dtype: torch.dtype)
     fixed |= {id(param) for model, _ in whole for param in params_in_float32(model, dtype)}
     plans = []
     for model, _ in whole:
-        if isinstance(vars(model).get("forward"), CastForward):
-            raise SettingError("The model has been cast already. Cast a model once.")
+        refuse_cast(model)
         plans.append(
             {
                 name: torch.float32 if id(param) in fixed else dtype
@@ -222,6 +221,15 @@ def device_of(model: nn.Module) -> torch.device:
     for value in everything:  # not next() with a default, which torch 2.6 cannot trace
         return value.device
     return torch.device("cpu")
+
+
+def refuse_cast(model: nn.Module) -> None:
+    """Raises if `model` computes in 16 bits by itself, because it was cast before."""
+    forward = vars(bare(model)).get("forward")
+    if isinstance(forward, CastForward) and forward.autocast in HALF_DTYPES:
+        raise SettingError(
+            "The model has been cast already. Build a new model to train it in another mode."
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from gradscale.torch.mixed_precision.casting import (
     cast_all,
     find,
     lift,
+    refuse_cast,
     refuse_wrapped,
     run_in_float32,
     widen_states,
@@ -120,8 +121,9 @@ def refuse_shared(optimizers: Sequence[Optimizer], mode: Mode) -> None:
 
 def convert_models(models: Sequence[nn.Module], mode: Mode, keep: Sequence[Keep]) -> None:
     """Brings the models into the formats of the mode."""
-    if mode.casts:
-        for model in models:
+    for model in models:
+        refuse_cast(model)
+        if mode.casts:
             refuse_wrapped(model)
     for each in keep:
         if not any(find(bare(model), each) for model in models):

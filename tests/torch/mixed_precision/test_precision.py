@@ -48,6 +48,17 @@ def test_the_names_of_modes() -> None:
 
 @every_optimizer
 @every_mode
+def test_model_that_was_cast_is_refused_in_every_mode(mode: str, make: Any) -> None:
+    model, mp = built("fp16-master", make)
+    optimizer = mp.optimizers[0]
+    with pytest.raises(SettingError, match="has been cast already"):
+        MixedPrecision(model, optimizer, mode)
+    assert model.wide.weight.dtype is torch.float16
+    assert advance(model, mp, 3).applied  # the first one goes on
+
+
+@every_optimizer
+@every_mode
 def test_every_mode_trains(mode: str, make: Any) -> None:
     model, mp = built(mode, make)
     model.drop.p = 0.0
