@@ -256,7 +256,7 @@ def report(
         return
     console = Console(highlight=False)
     tables.print_summary(console, summary, layers)
-    console.print(f"Page: {escape(str(html))}", soft_wrap=True)
+    console.print(f"Page: {tables.shown(str(html))}", soft_wrap=True)
 
 
 @app.command()
@@ -284,7 +284,7 @@ def compare(
         return
     console = Console(highlight=False)
     tables.print_comparison(console, found)
-    console.print(f"Page: {escape(str(html))}", soft_wrap=True)
+    console.print(f"Page: {tables.shown(str(html))}", soft_wrap=True)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -109,12 +109,17 @@ class Recorder:
                 wanted = self._script.log
                 name, runs = self._script.command[0], self._start / RUNS
                 self._folder = new_folder(name, runs) if wanted is None else self._start / wanted
-            several = self._scalers > 1
-            scaler.log_to(self._folder / f"scaler-{self._scalers}" if several else self._folder)
+            scaler.log_to(self._place_for(self._folder, self._scalers))
             if self._panel is not None:
                 scaler.log_to(self._panel.take)
         except (ValueError, OSError) as error:  # a training must not end for its log
             say(f"scaler {self._scalers} is not logged: {error}")
+
+    def _place_for(self, folder: Path, number: int) -> Path:
+        """The folder for the log of a scaler, inside of that of the run: a file has one writer."""
+        if os.getpid() != self._process and not is_a_rank():  # forked, perhaps with others
+            folder = folder / f"process-{os.getpid()}"
+        return folder if number == 1 else folder / f"scaler-{number}"
 
     def finish(self) -> None:
         """Says where the log is, at the end of the process."""
@@ -224,6 +229,14 @@ def new_folder(name: str, runs: Path = RUNS) -> Path:
         named = os.environ.get("SLURM_JOB_ID", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         job += "-" + "".join(sign if sign.isalnum() else "-" for sign in named)
     return runs / f"{stem}-{job}"
+
+
+def is_a_rank() -> bool:
+    """Whether this process is one of several ranks, each of which has a file of its own."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return True
+    return number_from("WORLD_SIZE", 1) > 1
 
 
 def number_from(variable: str, default: int) -> int:

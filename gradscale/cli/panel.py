@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscale.report.curves import CURVES, optimizer_steps
-from gradscale.report.words import scale_text, title_of
+from gradscale.report.words import printable, scale_text, title_of
 
 HEIGHT = 2
 INTERVAL = 0.5
@@ -157,7 +157,7 @@ def _rendered(line: Text, width: int) -> str:
     """One line with its style, cut to the width."""
     line.truncate(width - 1, overflow="ellipsis")
     # Of what a log holds, no character may move the cursor.
-    line.plain = "".join(sign if sign.isprintable() else "?" for sign in line.plain)
+    line.plain = printable(line.plain)
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
     with console.capture() as captured:
         console.print(line, end="", no_wrap=True)

@@ -11,20 +11,32 @@ from rich.table import Table
 
 from gradscale.monitor.findings import Finding
 from gradscale.report import Comparison, Summary
-from gradscale.report.words import cause_of, number_text, scale_text, share_text, title_of
+from gradscale.report.words import (
+    cause_of,
+    number_text,
+    printable,
+    scale_text,
+    share_text,
+    title_of,
+)
+
+
+def shown(text: str) -> str:
+    """`text` of a log as it is, for rich: without markup, and nothing that a terminal obeys."""
+    return escape(printable(text))
 
 
 def print_findings(console: Console, findings: Sequence[Finding], name: str = "Findings") -> None:
     """Prints findings in words, each with its remedy."""
-    console.print(f"[bold]{escape(name)}[/bold]")
+    console.print(f"[bold]{shown(name)}[/bold]")
     if not findings:
         console.print("No findings.")
     for each in findings:
         place = f": {each.where}" if each.where else ""
         seen = "" if each.step is None else f", first at step {each.step:,}"
-        console.print(f"- [bold]{escape(title_of(each.kind) + place)}[/bold]{seen}")
-        console.print(f"  {escape(each.evidence)}")
-        console.print(f"  What to do: {escape(each.remedy)}")
+        console.print(f"- [bold]{shown(title_of(each.kind) + place)}[/bold]{seen}")
+        console.print(f"  {shown(each.evidence)}")
+        console.print(f"  What to do: {shown(each.remedy)}")
     console.print()
 
 
@@ -32,7 +44,7 @@ def print_summary(
     console: Console, summary: Summary, layers: Sequence[Mapping[str, Any]] = ()
 ) -> None:
     """Prints one run: findings first, then numbers, causes of skips and layers."""
-    console.print(f"Run [bold]{escape(summary.name)}[/bold]\n")
+    console.print(f"Run [bold]{shown(summary.name)}[/bold]\n")
     print_findings(console, summary.findings)
     table = Table(show_header=False)
     headroom = number_text(summary.median_headroom, " binades")
@@ -49,19 +61,17 @@ def print_summary(
     if summary.skipped:
         table = Table("steps", "skipped because")
         for verdict, count in summary.causes.items():
-            table.add_row(f"{count:,}", escape(cause_of(verdict)))
+            table.add_row(f"{count:,}", shown(cause_of(verdict)))
         console.print(table)
     if summary.culprits:
         table = Table("skips", "gradients that were not finite")
         for name, count in summary.culprits.items():
-            table.add_row(f"{count:,}", escape(name))
+            table.add_row(f"{count:,}", shown(name))
         console.print(table)
     if layers:
         table = Table("layer (worst first)", "lost", "fewer digits")
         for row in layers:
-            table.add_row(
-                escape(row["name"]), share_text(row["lost"]), share_text(row["imprecise"])
-            )
+            table.add_row(shown(row["name"]), share_text(row["lost"]), share_text(row["imprecise"]))
         console.print(table)
     if summary.unreadable_lines:
         console.print(f"{summary.unreadable_lines} lines could not be read.", style="dim")
@@ -69,9 +79,9 @@ def print_summary(
 
 def print_comparison(console: Console, found: Comparison) -> None:
     """Prints two runs side by side, and the findings that only one of them has."""
-    table = Table("", escape(found.first.name), escape(found.second.name))
+    table = Table("", shown(found.first.name), shown(found.second.name))
     for row in found.rows():
-        table.add_row(*map(escape, row))
+        table.add_row(*map(shown, row))
     console.print(table)
     console.print()
     for name, findings in (

@@ -121,6 +121,8 @@ def _moment(finding: Finding) -> float:
 FALL = 8
 """Overflows in a row that are too many. To find a scale that has grown too far out costs one, and a
 spike two or three; eight are a scale that is a factor of 256 too high."""
+LOWERED = 10
+"""Binades by which a scale has fallen in vain when NaN gradients are not put down to it."""
 OFTEN = 20
 """Overflows within `WINDOW` that are too many: 5 %, where the default settings lose 0.05 %."""
 WINDOW = 400
@@ -166,6 +168,36 @@ def from_records(
     )
 
 
+def up_to_date(
+    findings: Iterable[Finding],
+    records: Iterable[Mapping[str, Any]],
+    *,
+    stuck_after: int = STUCK_AFTER,
+) -> list[Finding]:
+    """Returns `findings` of a log with the evidence of all its "step" lines.
+
+    In the log they have the evidence of the step at which they were first seen.
+    """
+    rules: dict[int | None, RecordRules] = {}
+    latest: dict[Finding, Callable[[], str]] = {}
+    for record in records:
+        rank = record.get("rank")
+        if rank not in rules:
+            rules[rank] = RecordRules(stuck_after=stuck_after)
+        for found in rules[rank].take(record):
+            latest[_undated(found)] = rules[rank].evidence_of(found.kind)
+    known = {key: evidence() for key, evidence in latest.items()}
+    return [
+        finding._replace(evidence=known.get(_undated(finding), finding.evidence))
+        for finding in findings
+    ]
+
+
+def _undated(finding: Finding) -> Finding:
+    """A finding without its step and rank."""
+    return finding._replace(step=None, rank=None)
+
+
 class RecordRules:
     """Looks at records one by one, and finds what is wrong with the run.
 
@@ -183,6 +215,10 @@ class RecordRules:
         any left an infinity: NaN alone may have another cause, which the verdict knows later."""
         self._longest = (0, 0.0, 0.0)
         """The longest of these rows, with its first and last scale."""
+        self._worked: dict[Any, float] = {}
+        """Of every optimizer, the highest scale at which a step was applied."""
+        self._begun: dict[Any, float] = {}
+        """Of every optimizer, the scale of the first of the skipped steps in a row."""
         self._rows = 0
         """The most skipped steps in a row."""
         self._skips: deque[int] = deque()
@@ -201,6 +237,9 @@ class RecordRules:
         if number < self._last:  # the run went back to a checkpoint
             self._skips.clear()
             self._apart_since = None
+        elif number > self._last + 1:  # steps in between were applied, and thinned out of the log
+            self._falls.clear()
+            self._begun.clear()
         self._last = number
         overflowed = False
         loss = record.get("loss")
@@ -210,8 +249,7 @@ class RecordRules:
             if not step["applied"] and step.get("verdict") != "no gradients":
                 overflowed |= self._take_skip(number, step)
             elif step["applied"]:
-                self._falls.pop(step.get("optimizer"), None)
-                self._take_room(number, step)
+                self._take_applied(number, step)
         if overflowed:
             self._count_skip(number)
         if record.get("moves"):
@@ -219,6 +257,10 @@ class RecordRules:
         if len(self._scales) > 1:
             self._compare_scales(number)
         return [self._made(kind) for kind in list(self._found)[before:]]
+
+    def evidence_of(self, kind: str) -> Callable[[], str]:
+        """What returns the evidence of a finding of this kind, up to date."""
+        return self._found[kind][2]
 
     def _made(self, kind: str) -> Finding:
         """The finding of a kind."""
@@ -251,15 +293,19 @@ class RecordRules:
             verdict = "loss not finite"
         self._counts[verdict] += 1
         worst = next(iter(step.get("culprits", ())), [""])[0]
+        optimizer, scale = step.get("optimizer"), step.get("scale", math.nan)
+        begun = self._begun.setdefault(optimizer, scale)
         if verdict == "loss not finite":
             self._find("loss-not-finite", number, self._loss_evidence)
         elif verdict == "NaN at any scale":
-            self._find("nan-at-any-scale", number, lambda: self._times(verdict), worst)
+            # Of one step, this is a guess: while a scale that begins too high falls, gradients of
+            # one part of a model can overflow to NaN alone, next to small ones of another part.
+            worked = self._worked.get(optimizer, 0.0)
+            if not (scale > worked and begun < math.ldexp(scale, LOWERED)):
+                self._find("nan-at-any-scale", number, lambda: self._times(verdict), worst)
         elif verdict == "scale too low":
             self._find("scale-too-low", number, lambda: self._times(verdict))
-        optimizer = step.get("optimizer")
         if verdict == "scale too high":
-            scale = step.get("scale", math.nan)
             row, first, infinite = self._falls.get(optimizer, (0, scale, False))
             culprits = step.get("culprits", ())
             infinite |= not culprits or any(infs != 0 for _, _, infs, _ in culprits)
@@ -274,6 +320,15 @@ class RecordRules:
             known = f"; the verdict for step {number} was {verdict!r}" if verdict else ""
             self._find("stuck", number, lambda: self._stuck_evidence() + known + ".", worst)
         return verdict not in ("loss not finite", "NaN at any scale", "scale too low")
+
+    def _take_applied(self, number: int, step: Mapping[str, Any]) -> None:
+        """Looks at a step that was applied."""
+        optimizer = step.get("optimizer")
+        self._falls.pop(optimizer, None)
+        self._begun.pop(optimizer, None)
+        worked = self._worked.get(optimizer, 0.0)
+        self._worked[optimizer] = max(worked, step.get("scale", 0.0))
+        self._take_room(number, step)
 
     def _times(self, verdict: str) -> str:
         """How often steps were skipped for one reason."""

@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 from gradscale.formats import format_named
 from gradscale.monitor.diagnosis import DISTANT
 from gradscale.monitor.findings import KINDS, Finding
-from gradscale.monitor.samples import ACTIVATION, WEIGHT_GRAD, Sample, TensorSample
+from gradscale.monitor.samples import (
+    ACTIVATION,
+    ACTIVATION_GRAD,
+    WEIGHT_GRAD,
+    Sample,
+    TensorSample,
+)
 
 SUBNORMAL = 0.5
 """Share of subnormal gradients, in every second sample, that is an underflow: with the median below
@@ -46,7 +52,10 @@ def from_samples(samples: Sequence[Sample]) -> list[Finding]:
     runs = [sample for sample in samples if not _is_replay(sample)]
     replays = [sample for sample in samples if _is_replay(sample)]
     found = [*_data(runs), *_weights(runs), *_forward(runs), *_backward(runs)]
-    found += [*_underflow(runs, replays), *_nothing(runs), *_dead(runs, replays), *_lost(runs)]
+    vanished = list(_underflow(runs, replays))
+    if not any(finding.where == "" for finding in vanished):  # else it has been said
+        vanished += _nothing(runs, replays)
+    found += [*vanished, *_dead(runs, replays), *_lost(runs)]
     return [*found, *_leftover(runs), *_clipped(runs)]
 
 
@@ -202,7 +211,7 @@ def _matters(sample: Sample, tensor: TensorSample) -> bool:
     return tensor.small_part(sample.format_of(tensor)) >= NEGLIGIBLE
 
 
-def _nothing(runs: Sequence[Sample]) -> Iterable[Finding]:
+def _nothing(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:
     """A model in which every gradient of a weight was zero, from the first sample on."""
     grads = [tensor for sample in runs for tensor in sample.of(WEIGHT_GRAD)]
     seen = [sample for sample in runs if sample.of(WEIGHT_GRAD)]
@@ -213,8 +222,26 @@ def _nothing(runs: Sequence[Sample]) -> Iterable[Finding]:
         f"All gradients of weights were zero in all of {len(seen)} samples, at scales from "
         f"{min(scales):g} to {max(scales):g}."
     )
-    kind = "dead-gradient" if seen[-1].format == "float32" else "underflow"
+    kind = "dead-gradient" if _is_cut_off(seen[-1], replays) else "underflow"
     yield Finding.of(kind, text, step=seen[0].step)
+
+
+def _is_cut_off(sample: Sample, replays: Sequence[Sample]) -> bool:
+    """Whether weights have gradients of zero for another reason than underflow.
+
+    So it is if float32 has the same zeros. Without a replay: if what the modules of the weights
+    return has gradients that fit the format.
+    """
+    if sample.format == "float32":
+        return True
+    if replays:
+        return not any(tensor.flushed for tensor in replays[-1].of(WEIGHT_GRAD))
+    owners = {_module(tensor) for tensor in sample.of(WEIGHT_GRAD)}
+    return any(
+        tensor.counts and tensor.subnormal(sample.format_of(tensor)) <= SUBNORMAL
+        for tensor in sample.of(ACTIVATION_GRAD)
+        if tensor.name in owners
+    )
 
 
 def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:
@@ -231,6 +258,7 @@ def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding
                 alive.add(tensor.name)
         for name in sample.fact("no_grad"):
             known.setdefault(name)
+        alive.update(sample.fact("trained_between"))  # in iterations that were not sampled
     lost = {t.name for s in replays for t in s.of(WEIGHT_GRAD) if t.flushed}  # see _underflow
     dead = [name for name in known if name not in alive | lost]
     texts: dict[str, str] = {}

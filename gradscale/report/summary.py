@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gradscale.monitor.findings import Finding
+from gradscale.monitor.findings import STUCK_AFTER, Finding, up_to_date
 from gradscale.report.curves import curves, median, number, optimizer_steps, step_of
 from gradscale.runlog import Run
 
@@ -93,9 +93,18 @@ def summarise(run: Run, name: str) -> Summary:
         median_underflow=median(values["underflow"]),
         last_loss=values["loss"][-1] if values["loss"] else None,
         seconds=times[-1] - times[0] if len(times) > 1 else None,
-        findings=run.findings,
+        findings=findings_of(run),
         unreadable_lines=run.skipped_lines,
     )
+
+
+def findings_of(run: Run) -> list[Finding]:
+    """The findings of `run`, with the evidence of all its steps."""
+    stuck_after = run.settings.get("stuck_after", STUCK_AFTER)
+    try:
+        return up_to_date(run.findings, run.steps, stuck_after=stuck_after)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
+        return run.findings  # a line has fields of other types than ours
 
 
 def lines_of_first_rank(run: Run) -> list[dict[str, Any]]:

@@ -44,6 +44,15 @@ def cause_of(verdict: str) -> str:
     return CAUSES.get(verdict, verdict or "cause not recorded")
 
 
+def printable(text: str) -> str:
+    r"""`text` with question marks for what is no character: control codes and lone surrogates.
+
+    >>> printable("weight\x1b[2J\ud800")
+    'weight?[2J?'
+    """
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
 def scale_text(scale: float | None) -> str:
     """A scale as a power of two where it is one.
 

@@ -291,6 +291,17 @@ def test_every_scaler_has_a_log_of_its_own(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("world", "inside"), [("1", "process-{}"), ("2", ".")])
+def test_a_forked_process_has_a_log_of_its_own_unless_it_is_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: str, inside: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    recorder, scaler = launch.Recorder(Script(["train.py"], log=tmp_path)), Scaler()
+    monkeypatch.setattr(os, "getpid", lambda: 123)
+    recorder.take(scaler)
+    assert scaler.paths == [tmp_path / inside.format(123)]
+
+
 @pytest.mark.parametrize("log", [None, Path("log")])
 def test_a_script_that_leaves_its_folder_has_its_log_where_it_began(
     tmp_path: Path,

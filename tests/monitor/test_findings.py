@@ -13,6 +13,7 @@ from gradscale.monitor.findings import (
     FALL,
     KINDS,
     LASTING,
+    LOWERED,
     MEASURED,
     OFTEN,
     START,
@@ -21,6 +22,7 @@ from gradscale.monitor.findings import (
     RecordRules,
     from_records,
     merged,
+    up_to_date,
 )
 from gradscale.policy import Dynamic, GradStats
 
@@ -122,7 +124,7 @@ def test_a_row_of_nan_alone_is_not_put_down_to_the_scale(infs: int, expected: li
     culprits = [["w", 0, 0, 4], ["v", 0, infs, 4]]
     row = [record(n, "scale too high", culprits=culprits) for n in range(1, FALL + 1)]
     assert kinds(row) == expected
-    last = record(FALL + 1, "NaN at any scale", culprits=culprits)
+    last = record(FALL + 1, "NaN at any scale", scale=math.ldexp(8.0, -LOWERED), culprits=culprits)
     assert kinds([*row, last]) == [*expected, "nan-at-any-scale"]
 
 
@@ -189,3 +191,42 @@ def test_every_kind_has_advice_in_sentences() -> None:
         assert remedy.endswith("."), kind
         text = str(Finding.of(kind, "Evidence.", "a.b", step=1, rank=2))
         assert text.startswith(f"{kind} in a.b (first at step 1, rank 2): Evidence. ")
+
+
+def test_nan_is_put_down_to_another_cause_where_a_lower_scale_did_not_help() -> None:
+    culprits = [["w", 0, 0, 4]]
+    numbers = range(1, LOWERED + 2)
+    fall = [record(n, "NaN at any scale", scale=2.0**-n, culprits=culprits) for n in numbers]
+    assert kinds(fall) == ["nan-at-any-scale"]
+    assert kinds(fall[:-1]) == []
+    # It did help, or nothing has lowered it.
+    end = LOWERED + 1
+    assert kinds([*fall[:-1], record(end, scale=2.0**-end), record(end + 1, scale=0.5)]) == []
+    assert kinds(record(n, "NaN at any scale", culprits=culprits) for n in range(1, 40)) == []
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(8.0, ["nan-at-any-scale"]), (16.0, [])])
+def test_nan_at_a_scale_that_has_worked_is_not_put_down_to_it(
+    scale: float, expected: list[str]
+) -> None:
+    bad = record(2, "NaN at any scale", scale=scale, culprits=[["w", 0, 0, 4]])
+    assert kinds([record(1), bad]) == expected
+    other = [record(1, optimizer=1, scale=2.0**20), record(2), {**bad, "step": 3}]
+    assert kinds(other) == expected
+
+
+def test_steps_that_were_thinned_out_end_a_row_of_overflows() -> None:
+    culprits = [["w", 0, 1, 0]]
+    rows = [*range(1, FALL), *range(100, 100 + FALL - 1)]
+    assert kinds(record(n, "scale too high", culprits=culprits) for n in rows) == []
+
+
+def test_findings_of_a_log_are_brought_up_to_date_where_records_have_made_them() -> None:
+    lines = [record(n, "loss not finite") for n in range(1, 5)]
+    rules = RecordRules()
+    logged = [found._replace(rank=3) for line in lines for found in rules.take(line)]
+    assert [found.evidence for found in logged] == ["1 step was skipped (loss not finite)."]
+    sampled = Finding.of("loss-not-finite", "In the last 5 samples it was not.", step=2)
+    first, second = up_to_date([*logged, sampled], lines)
+    assert first == logged[0]._replace(evidence="4 steps were skipped (loss not finite).")
+    assert second == sampled

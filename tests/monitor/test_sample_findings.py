@@ -196,3 +196,39 @@ def test_the_table_shows_binades_and_shares() -> None:
         "a", "2**-2 .. 2**-1", "16", "2**-15 .. 2**-13", "28", "25.0 %", "60.0 %", "-", "2",
     ]  # fmt: skip
     assert "No iteration" in table([])
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ((), "underflow"),
+        ((grad("a", -24, (100,)),), "underflow"),  # nothing but subnormal
+        ((grad("b", -4, (100,)),), "underflow"),  # of a module without weights of its own
+        ((grad("a", -4, (100,)),), "dead-gradient"),
+    ],
+)
+def test_zeros_alone_are_underflow_unless_what_they_follow_from_fits(
+    output: tuple[TensorSample, ...], expected: str
+) -> None:
+    zeros = grad("a.w", 0, (), zeros=100, numel=100)
+    outputs = [tensor._replace(kind="activation_grad") for tensor in output]
+    runs = [sample(n, zeros, *outputs) for n in range(3)]
+    assert (expected, "") in found(*runs)
+    # Float32 has the last word.
+    for flushed, replayed in ((0, "dead-gradient"), (100, "underflow")):
+        replay = sample(3, zeros._replace(flushed=flushed), *outputs)
+        assert found(*runs, replay).count((replayed, "")) == 1
+
+
+def test_a_parameter_that_changes_between_samples_is_not_dead() -> None:
+    unused = [sample(n, grad("a.w"), no_grad={"b.w": 1.0}) for n in range(4)]
+    assert found(*unused) == [("dead-gradient", "b")]
+    turn = sample(4, grad("a.w"), no_grad={"b.w": 1.0}, trained_between={"b.w": 1.0})
+    assert found(*unused, turn) == []
+
+
+def test_a_model_that_loses_all_is_one_finding() -> None:
+    zeros = [grad(f"{name}.w", 0, (), zeros=100, numel=100) for name in "abc"]
+    runs = [sample(n, *zeros) for n in range(3)]
+    lost = sample(3, *(tensor._replace(flushed=100) for tensor in zeros))
+    assert found(*runs) == found(*runs, lost) == [("underflow", "")]

@@ -197,6 +197,20 @@ def test_a_name_with_markup_is_printed_as_it_is(tmp_path: Path) -> None:
     assert "Run [bold]run" in done.output
 
 
+def test_a_name_gives_a_terminal_no_orders(tmp_path: Path) -> None:
+    orders = "\x1b]0;title\x07\x1b[2J\x9b1m\ud800"
+    for name in ("first", "second"):
+        run_logs.write_run(
+            tmp_path / name, 40, samples=1, rename=lambda layer: f"{orders}{layer}{orders}"
+        )
+    first, second = tmp_path / "first", tmp_path / "second"
+    for arguments in (["report", first], ["compare", first, second, "--html", tmp_path / "page"]):
+        done = invoke(*arguments)
+        assert done.exit_code == 0, done.exception
+        assert "transformer.h.0.ln_1.weight" in done.output
+        assert not any(sign in done.output for sign in "\x1b\x07\x9b")
+
+
 def test_what_is_no_log_is_one_line(tmp_path: Path) -> None:
     done = invoke("report", tmp_path)
     assert done.exit_code == 1

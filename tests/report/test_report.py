@@ -72,6 +72,15 @@ def test_steps_that_a_log_has_thinned_out_count() -> None:
     assert (summary.steps, summary.skipped, summary.skipped_share) == (5, 1, 0.2)
 
 
+def test_the_evidence_of_findings_is_that_of_the_whole_log() -> None:
+    lines = [step(n, applied=False, verdict="loss not finite") for n in range(1, 4)]
+    found = Finding.of("loss-not-finite", "1 step was skipped (loss not finite).", step=1)
+    (latest,) = summarise(run_of(*lines, findings=[found]), "run").findings
+    assert latest == found._replace(evidence="3 steps were skipped (loss not finite).")
+    odd = run_of(*lines, {"step": 9, "steps": [{}]}, findings=[found])
+    assert summarise(odd, "run").findings == [found]
+
+
 def test_an_empty_log_has_no_numbers() -> None:
     summary = summarise(run_of(), "empty")
     assert (summary.steps, summary.skipped, summary.skipped_share) == (0, 0, None)

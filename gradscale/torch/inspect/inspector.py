@@ -74,8 +74,11 @@ class Inspector:
         weakref.finalize(self, self._tenancy.end)
         self._eager = Eager(model)
         self.every = every
-        self._link = None if scaler is None else ScalerLink(scaler, self._end_iteration)
+        self._link = None
+        if scaler is not None:
+            self._link = ScalerLink(scaler, self._end_iteration, self._subject.params)
         self._tables: dict[torch.device, Counts] = {}
+        self._idle: dict[str, Tensor] = {}
         self._window: _Window | None = None
         self._pending: deque[Pending] = deque()
         self._samples: deque[Sample] = deque(maxlen=KEPT)
@@ -124,7 +127,7 @@ class Inspector:
         # Gradients can be there before the first iteration for any reason.
         looks_back = self._iteration > 0 and (self._link is None or stepped is not None)
         self._window = _Window(
-            self._subject, self._tables, self._eager, self._link, stepped, looks_back
+            self._subject, self._tables, self._eager, self._link, stepped, looks_back, self._idle
         )
         if self._finalizer is not None:
             self._finalizer.detach()  # it would keep the window of before
@@ -227,13 +230,14 @@ class _Window:
         link: ScalerLink | None,
         stepped: list[Tensor] | None,
         looks_back: bool,
+        idle: dict[str, Tensor],
     ) -> None:
         self.iterations = 0
         self._subject, self._tables, self._eager = subject, tables, eager
         self._stepped, self._looks_back = stepped, looks_back
         for each in tables.values():
             each.clear()
-        self.weights = Weights(subject.params)
+        self.weights = Weights(subject.params, idle)
         self.probe = Probe(subject, tables, self._at_pass, self.weights.after_pass)
         if link is not None:
             self.probe.aside = link.aside
@@ -263,7 +267,8 @@ class _Window:
         self.close()
         with torch.no_grad():
             if self.probe.passes:
-                self.weights.end(stepped, () if link is None else link.with_masters())
+                masters = () if link is None else link.with_masters()
+                self.weights.end(stepped, masters, self.probe.with_grad)
             counts = [(table.send(), list(table.numels)) for table in self._tables.values()]
             self.probe.trail.send()
             facts = [self.weights.send()]

@@ -6,7 +6,7 @@ Values stay on the device: nothing here waits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -26,9 +26,12 @@ class ScalerLink:
     Args:
         scaler: A `GradScaler`, or what has one as `scaler`, such as `MixedPrecision`.
         ended: Called at the end of every iteration; not kept alive.
+        params: Those of the model by name, for what the scaler says of parameters without a name.
     """
 
-    def __init__(self, scaler: Any, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, scaler: Any, ended: Callable[[], None], params: Mapping[str, Tensor]
+    ) -> None:
         inner = getattr(scaler, "scaler", scaler)
         if not isinstance(inner, GradScaler):
             raise SettingError(
@@ -40,6 +43,7 @@ class ScalerLink:
         self._ended = weakref.WeakMethod(ended)
         self._skips, self._events = 0, 0
         self._newest: Any = None
+        self._pipeline.monitor.names.find(params)
         self._pipeline.monitor.watchers.append(self._end)
 
     def detach(self) -> None:

@@ -21,8 +21,8 @@ from gradscale.torch.inspect.weights import Numbers
 from gradscale.torch.telemetry.transport import Sent
 
 _SIZES = {"weights_before": "weights_spoilt", "weights_after": "weights_nonfinite"}
-LARGE = FLOAT16.max
-"""The weights that are reported for their size."""
+LARGE = FLOAT16.max / 64
+"""The weights that are reported for their size: a sum of 64 products of them and of 1 overflows."""
 FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -131,7 +131,7 @@ def _facts(numbers: dict[tuple[str, str], float]) -> list[tuple[str, str, float]
         elif fact == "update_lost":
             if numbers["updates", where] > 0:
                 facts.append((fact, where, number))
-        elif fact == "leftover":
+        elif fact in ("leftover", "trained_between"):
             if number > 0:
                 facts.append((fact, where, number))
         elif fact == "grad_norm":

@@ -9,7 +9,7 @@ to 2 percentage points, for 16 KB each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ class Weights:
 
     Args:
         params: Those of the model, by name.
+        idle: Some elements of the weights that had no gradient in the sample before, as they were
+            at its end; replaced by those of this sample.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], idle: dict[str, Tensor] | None = None) -> None:
+        self._idle = {} if idle is None else idle
         plain = {name: p for name, p in params.items() if local(p).dtype in FLOATING}
         self._params = {n: p for n, p in plain.items() if local(p).numel() and not p.is_meta}
         # In float32 a step that changes nothing is a small learning rate, as in a warm-up.
@@ -45,6 +48,11 @@ class Weights:
         """Keeps some of the weights, as they are before the step."""
         self._before = [_some(local(self._params[name])).clone() for name in self._halves]
         self._note_sizes("weights_before")
+        for name, before in self._idle.items():
+            now = _some(local(self._params[name]))
+            if now.shape == before.shape and now.device == before.device:
+                self._numbers["trained_between", name] = (now != before).any().float()
+        self._idle.clear()
 
     def at_pass(self, stepped: Iterable[Tensor] | None) -> None:
         """Looks for gradients that were there before the first pass of the iteration.
@@ -80,13 +88,22 @@ class Weights:
         """Keeps the norm of the gradients that an optimizer steps with, times `scale`."""
         self._numbers["norm_used", ""] = self.norm() * scale
 
-    def end(self, stepped: Iterable[Tensor] | None, with_masters: Iterable[Tensor]) -> None:
+    def end(
+        self,
+        stepped: Iterable[Tensor] | None,
+        with_masters: Iterable[Tensor],
+        with_grad: Collection[str],
+    ) -> None:
         """Looks at the weights after the step.
 
         Args:
             stepped: The parameters that were stepped; None: all.
             with_masters: Those whose steps add up in masters of more bits.
+            with_grad: The names of those that had a gradient.
         """
+        for name, param in self._params.items():
+            if param.requires_grad and name not in with_grad:
+                self._idle[name] = _some(local(param)).clone()
         kept = {id(param) for param in with_masters}
         used = None if stepped is None else {id(param) for param in stepped}
         for name, before in zip(self._halves, self._before, strict=False):

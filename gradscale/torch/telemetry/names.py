@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ class Names:
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._found: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        """Those that an inspector has found, for parameters that nobody has named."""
         self.aliases: dict[int, Tensor] = {}
         """The weights of masters that are in the groups of optimizers now, by the master's id."""
 
@@ -22,6 +24,11 @@ class Names:
         """Adds the names that `model` has for its parameters."""
         for name, param in model.named_parameters():
             self._given[id(param)] = (weakref.ref(param), name)
+
+    def find(self, params: Mapping[str, Tensor]) -> None:
+        """Adds names for messages alone: `params()` has none of these."""
+        for name, param in params.items():
+            self._found[id(param)] = (weakref.ref(param), name)
 
     def params(self) -> list[Tensor]:
         """The parameters that models have given names for."""
@@ -34,12 +41,21 @@ class Names:
             own = group.get("param_names", ())
             for place, param in enumerate(group["params"]):
                 named = self.aliases.get(id(param), param)
-                ref, name = self._given.get(id(named), (None, ""))
-                if ref is None or ref() is not named:
-                    plain = f"group {number}, parameter {place}, shape {tuple(param.shape)}"
-                    name = own[place] if place < len(own) else plain
+                name = _name_in(self._given, named)
+                if name is None and place < len(own):
+                    name = own[place]
+                if name is None:
+                    name = _name_in(self._found, named)
+                if name is None:
+                    name = f"group {number}, parameter {place}, shape {tuple(param.shape)}"
                 names.setdefault(id(param), name)
         return names
+
+
+def _name_in(names: dict[int, tuple[weakref.ref[Tensor], str]], param: Tensor) -> str | None:
+    """The name of a parameter; None if there is none."""
+    ref, name = names.get(id(param), (None, ""))
+    return name if ref is not None and ref() is param else None
 
 
 def bare(model: nn.Module) -> nn.Module:

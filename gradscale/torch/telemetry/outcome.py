@@ -145,7 +145,8 @@ class StepOutcome:
             bad_counts=[(bad.infs, bad.nans) for bad in culprits],
             finite_amax=amax,
             format=self._format,
-            skipped_in_a_row=int(self.skipped_in_a_row),
+            # Without a floor the policy moves no scale, so rows do not mean that a lower one fails.
+            skipped_in_a_row=int(self.skipped_in_a_row) if self._floor else 0,
         )
 
     def culprits(self) -> list[Culprit]:

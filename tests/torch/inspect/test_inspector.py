@@ -213,6 +213,40 @@ def test_modules_that_are_used_twice_and_parameters_without_gradient_are_facts()
     assert (finding.kind, finding.where) == ("dead-gradient", "never")
 
 
+class Turns(nn.Module):
+    """Two heads; one of them is used in every second iteration, another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 1) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the head whose turn it is."""
+        self.calls += 1
+        return self.heads[self.calls % 2](x)
+
+
+def test_a_head_that_is_never_used_in_a_sampled_iteration_is_not_dead() -> None:
+    loop = Loop(Turns(), every=4)
+    for _ in range(24):
+        loop.step()
+    sampled = {t.name for s in loop.inspector.samples for t in s.of("weight_grad")}
+    assert sampled == {"heads.1.weight", "heads.1.bias"}
+    (finding,) = loop.inspector.findings()
+    assert (finding.kind, finding.where) == ("dead-gradient", "heads.2")
+
+
+def test_weights_that_change_their_size_between_samples_are_left_out() -> None:
+    loop = Loop(Turns(), every=2)
+    loop.step()
+    with torch.no_grad():
+        loop.model.heads[2].weight.data = torch.ones(1, 4)
+    for _ in range(3):
+        loop.step()
+    assert not loop.inspector.samples[-1].fact("trained_between").get("heads.2.weight")
+
+
 @pytest.mark.parametrize(
     ("between", "where", "direction"),
     [
@@ -229,6 +263,31 @@ def test_a_function_between_modules_is_put_down_to_the_module_around_it(
     (sample,) = loop.inspector.samples
     assert sample.first_nonfinite is not None
     assert sample.first_nonfinite[:2] == ("1", direction)
+
+
+def test_large_weights_are_part_of_the_evidence_of_an_overflow() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight.fill_(4e4)
+    loop = Loop(model, every=1, on_stuck="ignore")
+    loop.step()
+    (finding,) = loop.inspector.findings()
+    assert (finding.kind, finding.where) == ("forward-overflow", "2")
+    assert "its weights reach 4e+04" in finding.evidence
+    assert finding.remedy.startswith("Lower the learning rate")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_messages_of_the_scaler_have_the_names_of_the_model(named: bool) -> None:
+    model, kinds = mlp(), {"scale too high", "NaN at any scale"}
+    loop = Loop(model, policy=Static(init_scale=2.0**40))
+    if named:
+        loop.scaler.name(nn.ModuleDict({"mine": model}))
+    loop.step()
+    outcome = loop.scaler.outcome()
+    assert outcome.verdict() in kinds
+    first = outcome.culprits()[0].name
+    assert first == ("mine.0.weight" if named else "0.weight")
 
 
 def test_the_range_of_the_inputs_is_exact() -> None:

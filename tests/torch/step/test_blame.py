@@ -196,6 +196,20 @@ def test_nan_beside_small_finite_gradients_is_no_overflow(fused: bool, two_calls
     assert verdicts == ["scale too high"] * 11 + ["NaN at any scale"] * 14
 
 
+@pytest.mark.parametrize(("policy", "verdict"), [("static", "high"), ("dynamic", "NaN")])
+def test_nan_at_a_scale_that_nothing_lowers_may_be_an_overflow(policy: str, verdict: str) -> None:
+    settings = {"static": Static(init_scale=2.0**40), "dynamic": Dynamic(init_scale=2.0**40)}
+    weight = nn.Parameter(torch.ones(1))
+    scaler = GradScaler("cpu", policy=settings[policy], on_stuck="ignore")
+    optimizer = SGD([weight], lr=0.1)
+    for _ in range(25):
+        loss = weight.sum()
+        loss.register_hook(lambda grad: grad * math.nan)  # as infinity minus infinity
+        scaler.backward(loss)
+        scaler.apply(optimizer)
+    assert verdict in scaler.outcome().verdict()
+
+
 def test_what_does_not_fit_is_a_scale_too_low() -> None:
     scaler, w = GradScaler("cpu", init_scale=2.0**-10), torch.ones(1, requires_grad=True)
     scaler.backward((w * 2.0**120).sum())
