@@ -61,12 +61,14 @@ class Precision:
     def cast_to_compute(self, tree: Any) -> Any:
         """Returns `tree` with floating-point leaves in the type of computations, except `keep`."""
 
+        def kept(node: Any) -> bool:
+            return self._keeps(type(node).__name__) or _is_state(type(node))
+
         def cast(path: Any, node: Any) -> Any:
             if kept(node) or any(self._keeps(_name(key)) for key in path):
                 return jax.tree.map(lambda leaf: _cast(leaf, self.params), node)
             return _cast(node, self.compute)
 
-        kept = lambda node: self._keeps(type(node).__name__) or _is_state(type(node))  # noqa: E731
         return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=kept)
 
     def cast_to_output(self, tree: Any) -> Any:
