@@ -228,8 +228,11 @@ def _mean(leaf: Any, axes: tuple[str, ...], keep_dtype: bool) -> Any:
 
 def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
     """`leaf` as an array of which each shard has its own, so that JAX sums no gradients of it."""
-    for axis in axes if is_float(leaf) and hasattr(lax, "pcast") else ():
-        # It varies already, or the axis is one of vmap, where nothing is summed.
-        with contextlib.suppress(ValueError):
+    if not is_float(leaf) or not hasattr(lax, "pcast"):
+        return leaf
+    # Nothing is summed over the axes of vmap, for which pcast fails, in jit much later.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in (axis for axis in axes if axis in manual):
+        with contextlib.suppress(ValueError):  # it varies already
             leaf = lax.pcast(leaf, axis, to="varying")
     return leaf
