@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from gradscale.compat import jax_rule
-from gradscale.compat.jax_trees import measured, widened
+from gradscale.compat.jax_trees import STANDARD, measured, widened
 from gradscale.errors import StateError
 from gradscale.formats import FLOAT32
 
@@ -129,7 +129,8 @@ class DynamicScale:
         def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
             loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             # The loss itself is kept: the scaled one may be infinite where it is not.
-            return scale * loss, (loss, aux)
+            with STANDARD():
+                return scale * loss, (loss, aux)
 
         differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
 

@@ -102,9 +102,9 @@ def check_scales(name: str, value: Any) -> None:
 
 
 def concrete(value: Any, dtype: Any) -> Any:
-    """A Python number as a NumPy scalar of `dtype`; everything else as it is.
+    """A Python number as a 0-dim NumPy array of `dtype`; everything else as it is.
 
     In `jit` a Python number is weakly typed and what a step returns is not, so that the second call
-    would compile the step once more.
+    would compile the step once more. orbax restores no NumPy scalars.
     """
-    return dtype(value) if isinstance(value, int | float) else value
+    return np.asarray(value, dtype) if isinstance(value, int | float) else value

@@ -13,6 +13,9 @@ import numpy as np
 from gradscale.compat.jax_rule import boolean_scalar
 from gradscale.policy import GradStats
 
+STANDARD = functools.partial(jax.numpy_dtype_promotion, "standard")
+"""Promotion of types in our own arithmetic, whatever `jax_numpy_dtype_promotion` is."""
+
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of every leaf is finite, as a boolean scalar; True without leaves."""
@@ -38,7 +41,8 @@ def select(pred: Any, a: Any, b: Any, is_selected: Callable[[Any], bool]) -> Any
 def widened(x: Any) -> jax.Array:
     """`x` in float32, or in its own format if that is wider."""
     array = jnp.asarray(x)
-    return array.astype(jnp.result_type(array.dtype, jnp.float32))
+    with STANDARD():
+        return array.astype(jnp.result_type(array.dtype, jnp.float32))
 
 
 def measured(grads: Any, scale: jax.Array, loss_finite: jax.Array) -> tuple[Any, GradStats]:
@@ -47,7 +51,8 @@ def measured(grads: Any, scale: jax.Array, loss_finite: jax.Array) -> tuple[Any,
     One reduction, of what is unscaled, in almost every step: only a scale below 1 can make an
     infinity of a finite number, and only then the scaled gradients are read as well.
     """
-    unscaled = jax.tree_util.tree_map(lambda grad: grad / scale, grads)
+    with STANDARD():
+        unscaled = jax.tree_util.tree_map(lambda grad: grad / scale, grads)
     fits = all_finite(unscaled)
     # `| fits` adds nothing but what shard_map knows of it: both branches must vary over one mesh.
     finite = jax.lax.cond(

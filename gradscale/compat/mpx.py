@@ -33,7 +33,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradscale.compat import jax_rule
-from gradscale.compat.jax_trees import all_finite, is_array, measured, select, widened
+from gradscale.compat.jax_trees import (
+    STANDARD,
+    all_finite,
+    is_array,
+    measured,
+    select,
+    widened,
+)
 from gradscale.errors import SettingError
 from gradscale.formats import BFLOAT16, FLOAT16, FLOAT32
 from gradscale.policy import GradStats
@@ -212,11 +219,13 @@ class DynamicLossScaling(eqx.Module):
 
     def scale(self, tree: Any) -> Any:
         """`tree`, every leaf multiplied by `loss_scaling`, in float32 at least."""
-        return jax.tree_util.tree_map(lambda x: widened(x) * self._factor(), tree)
+        with STANDARD():
+            return jax.tree_util.tree_map(lambda x: widened(x) * self._factor(), tree)
 
     def unscale(self, tree: Any) -> Any:
         """`tree`, every leaf divided by `loss_scaling`, in float32 at least."""
-        return jax.tree_util.tree_map(lambda x: widened(x) / self._factor(), tree)
+        with STANDARD():
+            return jax.tree_util.tree_map(lambda x: widened(x) / self._factor(), tree)
 
     def adjust(self, grads_finite: Any) -> DynamicLossScaling:
         """The loss scaling after a step with gradients that were finite, or not."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gradscale.checkpoints.numbers import Counts, load_policy, restored, written
 from gradscale.errors import SettingError
+from gradscale.jax.gradients import check_state
 from gradscale.jax.optimizer import replaced, scaled_state
 from gradscale.jax.state import pack
 from gradscale.policy import Policy, State, as_policy
@@ -29,9 +30,11 @@ def state_dict(policy: Policy | str, state: Any) -> dict[str, Any]:
     """
     policy, counts = as_policy(policy), Counts()
     if isinstance(state, State):
-        _check(policy, state)
+        check_state(policy, state)
+        _check_single(state)
     else:
         whole = scaled_state(state)
+        _check_single(whole)
         counts, state = Counts(*map(int, whole.counts)), whole.policy_state(policy)
     fields = {name: value.item() for name, value in state._asdict().items()}
     return written(policy, fields, counts)
@@ -54,9 +57,11 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
     policy = as_policy(policy)
     moved, counts = restored(policy, saved)
     if isinstance(state, State):
-        _check(policy, state)
+        check_state(policy, state)
+        _check_single(state)
         return _as_arrays(state, moved)
     whole = scaled_state(state)
+    _check_single(whole)
     whole = pack(
         whole.inner_state,
         _as_arrays(whole.policy_state(policy), moved),
@@ -67,10 +72,13 @@ def load_state_dict(policy: Policy | str, state: Any, saved: Mapping[str, Any]) 
     return replaced(state, whole)
 
 
-def _check(policy: Policy, state: State) -> None:
-    """Raises a SettingError if `state` is not one of `policy`."""
-    if type(state) is not type(policy.init()):
-        raise SettingError(f"policy must be that of the {type(state).__name__}, got {policy!r}.")
+def _check_single(state: Any) -> None:
+    """Raises a SettingError if `state` is that of several members or devices."""
+    if jnp.ndim(state.scale):
+        raise SettingError(
+            f"The state must have one scale, got scales of shape {jnp.shape(state.scale)}. Use the "
+            "state of each member or device: jax.tree.map(lambda leaf: leaf[0], state)."
+        )
 
 
 def _as_arrays(state: Any, numbers: Any) -> Any:

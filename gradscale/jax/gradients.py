@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,7 +33,15 @@ def init(policy: Policy | str) -> State:
 
 def update(policy: Policy | str, state: State, stats: GradStats) -> State:
     """Returns the state of `policy` after a step with these `stats`: moves the scale."""
-    return as_policy(policy).update(state, stats, jnp)  # type: ignore[arg-type]
+    policy = as_policy(policy)
+    check_state(policy, state)
+    return policy.update(state, stats, jnp)  # type: ignore[arg-type]
+
+
+def check_state(policy: Policy, state: Any) -> None:
+    """Raises a SettingError if `state` is not one of `policy`."""
+    if type(state) is not type(policy.init()):
+        raise SettingError(f"policy must be that of the {type(state).__name__}, got {policy!r}.")
 
 
 def applies(stats: GradStats) -> Array:
@@ -79,6 +88,11 @@ def scaled_value_and_grad(
     """
 
     def value_and_scaled_grad(scale: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not (isinstance(scale, int | float) or hasattr(scale, "dtype")) or jnp.shape(scale):
+            raise SettingError(
+                "The first argument must be the scale, such as scale_of(opt_state), and those of "
+                f"the function follow it, got {_described(scale)}."
+            )
         scale = lax.stop_gradient(jnp.asarray(scale, dtype=jnp.float32))
 
         def scaled_fun(*args: Any) -> tuple[Array, Any]:
@@ -143,7 +157,7 @@ def value_and_grad(
     """
     policy = as_policy(policy)
     inner = scaled_value_and_grad(fun, argnums, has_aux, **options)
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    places = tuple(argnums) if isinstance(argnums, Sequence) else (operator.index(argnums),)
     average, share = _names(axis_name), _names(sharded_over)
 
     def f(state: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], GradStats]:
@@ -154,6 +168,11 @@ def value_and_grad(
             args = tuple(
                 jax.tree.map(lambda x: _varying(x, average), arg) if i in chosen else arg
                 for i, arg in enumerate(args)
+            )
+        if not hasattr(state, "scale"):
+            raise SettingError(
+                "The first argument must be the state of the policy, such as init(policy), and "
+                f"those of the function follow it, got {_described(state)}."
             )
         result, grads = inner(state.scale, *args, **kwargs)
         if average:
@@ -189,6 +208,11 @@ def grad(
     return f
 
 
+def _described(value: Any) -> str:
+    """What an error says of an argument in the wrong place."""
+    return f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(type(value))
+
+
 def _names(axes: Axes) -> tuple[str, ...]:
     """The names of mapped axes as a tuple."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
@@ -204,8 +228,11 @@ def _mean(leaf: Any, axes: tuple[str, ...], keep_dtype: bool) -> Any:
 
 def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
     """`leaf` as an array of which each shard has its own, so that JAX sums no gradients of it."""
-    for axis in axes if is_float(leaf) and hasattr(lax, "pcast") else ():
-        # It varies already, or the axis is one of vmap, where nothing is summed.
-        with contextlib.suppress(ValueError):
+    if not is_float(leaf) or not hasattr(lax, "pcast"):
+        return leaf
+    # Nothing is summed over the axes of vmap, for which pcast fails, in jit much later.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in (axis for axis in axes if axis in manual):
+        with contextlib.suppress(ValueError):  # it varies already
             leaf = lax.pcast(leaf, axis, to="varying")
     return leaf

@@ -71,7 +71,7 @@ def measure(
         found = _Found(amax, square, all_of(found.fits, sharded_over))
         size *= lax.psum(1, sharded_over)
     nan = jnp.isnan(found.square)
-    amax = jnp.where(nan, jnp.full_like(found.amax, jnp.nan), found.amax)
+    amax = jnp.where(nan, found.square, found.amax)  # no constant NaN, for jax_debug_nans
     finite = jnp.isfinite(amax)
     # If the squares vanish all the same, the largest is below the norm, and if they overflow, the
     # norm of as many of the largest is above it.

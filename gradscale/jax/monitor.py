@@ -104,8 +104,13 @@ class Monitor:
         self._recorder.take(number, float(record.scale), values, outcome=outcome, loss=loss)
 
     def flush(self) -> None:
-        """Waits for the steps that are still running, and for the disk."""
+        """Waits for the steps that are still running, and for the disk.
+
+        Call it before you go back to an earlier state: steps of the same numbers are then recorded
+        again. Without it they are taken for steps that other shards have told of already.
+        """
         jax.effects_barrier()
+        self._recent.clear()
         self._recorder.flush()
 
     def close(self) -> None:

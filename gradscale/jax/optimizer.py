@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ def scaled(
     A skipped step does not change the state of `optimizer`, including its counters and schedules,
     and its updates are zeros that change no bit of a parameter. The scale moves after every step.
     Wrap the whole chain, not a part of it, so that no transformation sees skipped steps.
-    `optax.MultiSteps` goes around it and accumulates gradients of one scale, which moves after the
-    last of them.
+    That includes `optax.MultiSteps`: `scaled(optax.MultiSteps(...), policy)` leaves out gradients
+    that are not finite and sums the others.
 
     Args:
         optimizer: An optax `GradientTransformation`.
@@ -88,14 +89,22 @@ def scaled(
     def step(
         updates: Any, state: ScaledState, params: Any = None, **extra: Any
     ) -> tuple[Any, ScaledState]:
+        if not _is_scaled(state):
+            raise SettingError(
+                f"state must be one that init() of this optimizer has returned, got {type(state)}. "
+                "The state of the optimizer inside is its inner_state: "
+                "init(params)._replace(inner_state=...)."
+            )
         scale, counts, value = state.scale, state.counts, extra.get("value")
+        if value is not None and jnp.shape(value):
+            raise SettingError(f"value must be the loss, one number, got shape {value.shape}.")
         stats = measure(updates, scale, policy, keep_dtype=keep_dtype, sharded_over=sharded_over)
         if value is not None:
             stats = stats._replace(loss_finite=all_of(jnp.isfinite(value), sharded_over))
         applied = applies(stats)
         grads = unscale(updates, scale)
         if longest is not None:
-            grads = _shortened(grads, longest, stats.norm)
+            grads = _shortened(grads, longest, stats.norm, sharded_over)
         if keep_dtype:  # after the clipping, whose factor may be too small for float16
             grads = jax.tree.map(_like, grads, updates)
         new, inner_state = inner.update(grads, state.inner_state, params, **extra)
@@ -109,7 +118,7 @@ def scaled(
             bad_losses,
         )
         if on_step is not None:
-            record = Record(counts.steps + 1, moved.scale, outcome, value)
+            record = Record(counts.steps + 1, moved.scale, moved.outcome, value)
             jax.debug.callback(on_step, record)
         return jax.tree.map(lambda leaf: _kept_if(applied, leaf), new), moved
 
@@ -128,7 +137,14 @@ def outcome_of(opt_state: Any) -> Outcome:
 
 def scaled_state(opt_state: Any) -> ScaledState:
     """The one `ScaledState` in a state, or a SettingError."""
-    found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_scaled) if _is_scaled(leaf)]
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: _is_scaled(node) or _is_sum(node))
+    if any(_is_sum(node) for node in nodes):
+        raise SettingError(
+            "optax.MultiSteps must be inside scaled(), as scaled(optax.MultiSteps(optimizer, n), "
+            "policy), got a state of MultiSteps around it. After one overflow its sum of gradients "
+            "is NaN for ever: it is reset by multiplying it by zero."
+        )
+    found = [node for node in nodes if _is_scaled(node)]
     if len(found) != 1:
         raise SettingError(
             f"An optimizer's state must have one scale, got {len(found)} in {type(opt_state)}. "
@@ -148,12 +164,34 @@ def _is_scaled(node: Any) -> bool:
     return isinstance(node, ScaledState)
 
 
-def _shortened(grads: Any, longest: float, norm: Any) -> Any:
-    """`grads` times what makes their norm at most `longest`."""
-    one = jnp.ones_like(norm)
-    # A norm of 0 divides to infinity, which is no longer than it should be either.
-    factor = jnp.minimum(jnp.full_like(norm, longest) / norm, one)
+def _is_sum(node: Any) -> bool:
+    """Whether `node` is the state of `optax.MultiSteps` around `scaled`."""
+    return hasattr(node, "acc_grads") and any(
+        _is_scaled(leaf) for leaf in jax.tree.leaves(node, is_leaf=_is_scaled)
+    )
+
+
+def _shortened(grads: Any, longest: float, norm: Any, axes: Axes) -> Any:
+    """`grads` times what makes their norm, which is `norm`, at most `longest`."""
+    floats = [leaf for leaf in jax.tree.leaves(grads) if is_float(leaf)]
+    limit = jnp.full_like(norm, longest)
+    factor = limit / jnp.maximum(_norm_of(axes, floats, norm), limit)
     return jax.tree.map(lambda g: g * factor.astype(g.dtype) if is_float(g) else g, grads)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _norm_of(axes: Axes, grads: list[Any], norm: Any) -> Any:
+    """`norm`, with the derivatives of the norm of `grads`, which are not read for its value."""
+    return norm
+
+
+@_norm_of.defjvp
+def _derivative_of_norm(axes: Axes, values: Any, tangents: Any) -> tuple[Any, Any]:
+    (grads, norm), (moves, _) = values, tangents
+    pairs = zip(grads, moves, strict=True)
+    total = sum((jnp.sum((g.conj() * move).real, dtype=norm.dtype) for g, move in pairs), norm * 0)
+    total = total if axes is None else jax.lax.psum(total, axes)
+    return _norm_of(axes, grads, norm), total / jnp.where(norm > 0, norm, jnp.ones_like(norm))
 
 
 def _like(grad: Any, update: Any) -> Any:

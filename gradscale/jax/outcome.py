@@ -14,7 +14,7 @@ from gradscale.policy import GradStats
 def outcome_from(
     stats: GradStats, applied: Any, scale: Any, skipped_before: Any, format: Format
 ) -> Outcome:
-    """The outcome of a step with these `stats`."""
+    """The outcome of a step with these `stats`; `pack` leaves out the norm if it was skipped."""
     none = jnp.zeros_like(skipped_before)
     return Outcome(
         applied=applied,
@@ -22,7 +22,7 @@ def outcome_from(
         fits=stats.fits,
         loss_finite=stats.loss_finite,
         scale=scale,
-        grad_norm=jnp.where(applied, stats.norm, jnp.full_like(stats.norm, jnp.nan)),
+        grad_norm=stats.norm,
         amax=stats.amax,
         headroom=jnp.log2(format.max / stats.amax),
         skipped_in_a_row=jnp.where(applied, none, skipped_before + 1),

@@ -24,10 +24,12 @@ class Precision:
     gradients have that type too; in float32 the parameters are the master weights.
 
     In a pytree (parameters of Flax Linen, states of NNX, dictionaries, Equinox modules), everything
-    below a key or a class whose name contains one of `keep` stays in `params`. The layers of
-    Equinox, Linen and NNX then compute their norms in float32. Flax modules that are created with
-    `dtype=precision.compute` cast by themselves, with norms in float32, and their parameters need
-    no cast.
+    below a key or a class whose name contains one of `keep` stays in `params`, and so do running
+    statistics: Linen's `batch_stats`, NNX' `BatchStat` and Equinox' `State`, in float16 of which
+    small changes would be lost. The layers of Equinox, Linen and NNX then compute their norms in
+    float32, except for Equinox' BatchNorm, which needs an input in float32. Flax modules that are
+    created with `dtype=precision.compute` cast by themselves, with norms in float32, and their
+    parameters need no cast.
     """
 
     params: Any = "float32"
@@ -59,12 +61,14 @@ class Precision:
     def cast_to_compute(self, tree: Any) -> Any:
         """Returns `tree` with floating-point leaves in the type of computations, except `keep`."""
 
+        def kept(node: Any) -> bool:
+            return self._keeps(type(node).__name__) or _is_state(type(node))
+
         def cast(path: Any, node: Any) -> Any:
-            if self._keeps(type(node).__name__) or any(self._keeps(_name(key)) for key in path):
+            if kept(node) or any(self._keeps(_name(key)) for key in path):
                 return jax.tree.map(lambda leaf: _cast(leaf, self.params), node)
             return _cast(node, self.compute)
 
-        kept = lambda node: self._keeps(type(node).__name__)  # noqa: E731
         return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=kept)
 
     def cast_to_output(self, tree: Any) -> Any:
@@ -83,7 +87,16 @@ class Precision:
         return call
 
     def _keeps(self, name: str) -> bool:
-        return any(part in name.lower() for part in self.keep)
+        return any(part in name.lower() for part in (*self.keep, *_STATISTICS))
+
+
+_STATISTICS = ("batch_stats", "batchstat")
+"""Linen's collection and NNX' class of running statistics, in lower case."""
+
+
+def _is_state(kind: type) -> bool:
+    """Whether `kind` is Equinox' `State`, which has no names of what is in it."""
+    return kind.__name__ == "State" and kind.__module__.startswith("equinox.")
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:

@@ -46,7 +46,8 @@ class ScaledState(NamedTuple):
     @property
     def outcome(self) -> Outcome:
         """The outcome of the last step."""
-        return _outcome(self.floats, self.ints)
+        with jax.debug_nans(False):  # it has NaN where `pack` has numbers
+            return _outcome(self.floats, self.ints)
 
     def policy_state(self, policy: Policy) -> Any:
         """Returns the state of `policy`, which must be the policy of the optimizer.
@@ -79,8 +80,14 @@ _COUNTS = range(_FLAGS, _FLAGS + len(Counts._fields))
 def pack(
     inner_state: Any, policy_state: State, outcome: Outcome, steps: Any, bad_losses: Any
 ) -> ScaledState:
-    """A state of two arrays besides `inner_state`."""
+    """A state of two arrays besides `inner_state`.
+
+    NaN is stored as numbers that cannot occur, because `jax_debug_nans` refuses a compiled step
+    that returns it: a skipped step would end the training.
+    """
     *flags, scale, grad_norm, amax, headroom, skipped = outcome
+    grad_norm = jnp.where(outcome.applied, grad_norm, 0.0)
+    amax, headroom = (jnp.where(jnp.isnan(amax), n, x) for n, x in ((-1.0, amax), (0.0, headroom)))
     fields = [jnp.asarray(field) for field in policy_state]
     floats = [fields[0], scale, grad_norm, amax, headroom]
     ints = [*flags, skipped, steps, bad_losses]
@@ -101,7 +108,7 @@ def first_state(inner_state: Any, policy_state: State) -> ScaledState:
         fits=True,
         loss_finite=True,
         scale=policy_state.scale,
-        grad_norm=jnp.nan,
+        grad_norm=0.0,
         amax=0.0,
         headroom=jnp.inf,
         skipped_in_a_row=0,
@@ -122,5 +129,12 @@ def _at(numbers: Any, place: int) -> Any:
 def _outcome(floats: Any, ints: Any) -> Outcome:
     """The outcome. Compiled, so that outside of a compiled step it is one call, not nine."""
     flags = [ints[..., place] != 0 for place in range(_FLAGS)]
-    numbers = [floats[..., place] for place in _FLOATS]
+    scale, grad_norm, amax, headroom = (floats[..., place] for place in _FLOATS)
+    is_nan = amax < 0.0
+    numbers = [
+        scale,
+        jnp.where(flags[0], grad_norm, jnp.nan),
+        jnp.where(is_nan, jnp.nan, amax),
+        jnp.where(is_nan, jnp.nan, headroom),
+    ]
     return Outcome._make([*flags, *numbers, ints[..., _COUNTS.start]])

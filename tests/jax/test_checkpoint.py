@@ -34,6 +34,10 @@ POLICIES = [
     gs.Static(init_scale=8.0),
 ]
 PARAMS = {"w": jnp.arange(4.0)}
+STATES = {
+    "rule": lambda: init("dynamic"),
+    "all": lambda: scaled(optax.sgd(0.1), "dynamic").init({}),
+}
 
 
 def walked(policy: Any) -> tuple[Any, Any]:
@@ -94,6 +98,17 @@ def test_state_is_not_written_or_loaded_as_that_of_another_policy(state: Any) ->
         state_dict("headroom", state)
     with pytest.raises(gs.SettingError, match="policy must be"):
         load_state_dict("headroom", state, state_dict("dynamic", state))
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_state_of_an_ensemble_is_refused_and_that_of_a_member_is_not(make: Any) -> None:
+    one = make()
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), one)
+    saved = state_dict("dynamic", one)
+    for use in (lambda s: state_dict("dynamic", s), lambda s: load_state_dict("dynamic", s, saved)):
+        with pytest.raises(gs.SettingError, match=r"one scale, got scales of shape \(3,\)"):
+            use(members)
+    assert state_dict("dynamic", jax.tree.map(lambda leaf: leaf[0], members)) == saved
 
 
 def test_scale_is_loaded_wherever_it_is_in_the_state() -> None:

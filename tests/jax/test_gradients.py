@@ -142,6 +142,21 @@ def test_scale_whose_reciprocal_xla_flushes_to_zero_is_refused(policy: Any) -> N
         init(policy)
 
 
+def test_forgotten_state_or_scale_is_named() -> None:
+    p, state = {"w": jnp.ones(2)}, init("dynamic")
+    total = lambda p: jnp.sum(p["w"])  # noqa: E731
+    with pytest.raises(gs.SettingError, match=r"state of the policy, such as init\(.*got.*dict"):
+        value_and_grad(total, "dynamic")(p)
+    with pytest.raises(gs.SettingError, match=r"state of the policy.*array of shape \(2,\)"):
+        grad(jnp.sum, "dynamic")(p["w"])
+    for wrong in (p, jnp.ones(2), state):
+        with pytest.raises(gs.SettingError, match=r"the scale, such as scale_of\(opt_state\)"):
+            scaled_value_and_grad(total)(wrong, p)
+    _, stats = value_and_grad(total, "dynamic")(state, p)
+    with pytest.raises(gs.SettingError, match="policy must be that of the DynamicState"):
+        update("headroom", state, stats)
+
+
 def test_gradient_of_a_gradient_is_that_without_a_scale() -> None:
     def penalty(differentiate: Callable[..., Any]) -> Callable[..., Any]:
         return lambda p: loss_fn(p) + jnp.sum(jnp.square(differentiate(p)["w"]))

@@ -96,6 +96,20 @@ def test_step_that_every_shard_tells_of_counts_once() -> None:
     assert [event.name for event in heard].count("skip") == 1
 
 
+def test_steps_after_a_return_to_an_earlier_state_are_recorded(tmp_path: Path) -> None:
+    monitor = Monitor(POLICY, tmp_path / "run")
+    optimizer = scaled(optax.sgd(0.1), POLICY, on_step=monitor)
+    step, state = jax.jit(optimizer.update), optimizer.init(PARAMS)
+    for numbers in ((1.0, 1.0, 1.0), (math.inf, 1.0)):  # the second time from the first state
+        after = state
+        for number in numbers:
+            _, after = step({"w": jnp.full(3, number)}, after, PARAMS)
+        monitor.flush()
+    monitor.close()
+    applied = {step["step"]: step["steps"][0]["applied"] for step in read(tmp_path / "run").steps}
+    assert (applied[1], applied[2]) == (False, True)
+
+
 def _record(number: int) -> Any:
     """What is told of a skipped step, the `number`th in a row."""
     optimizer = scaled(optax.sgd(0.1), POLICY)

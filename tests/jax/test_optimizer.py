@@ -115,19 +115,31 @@ def test_scale_is_found_however_deep_it_is(around: Any) -> None:
     assert bool(outcome_of(state).applied)
 
 
-def test_scale_stays_the_same_while_gradients_are_added_up() -> None:
-    policy = gs.Dynamic(init_scale=8.0, growth_interval=1)
-    optimizer = optax.MultiSteps(scaled(optax.sgd(1.0), policy), 2)
+def test_bad_gradients_are_left_out_of_a_sum() -> None:
+    optimizer = scaled(optax.MultiSteps(optax.sgd(1.0), 2), POLICY)
     state, p = optimizer.init(params()), params()
+    step, found = step_of(optimizer), []
+    for bad in (None, math.inf, None, math.nan, None, None):
+        p, state = step(p, state, grads(float(scale_of(state)), bad), jnp.float32(1))
+        found.append((p["b"].tolist(), float(scale_of(state))))
+    assert found == [
+        ([0.5, -0.0], 256.0), ([0.5, -0.0], 128.0), ([1.0, -1.0], 128.0),
+        ([1.0, -1.0], 64.0), ([1.0, -1.0], 64.0), ([1.5, -2.0], 128.0),
+    ]  # fmt: skip
+
+
+def test_sum_around_the_optimizer_is_refused_because_one_overflow_would_be_the_end() -> None:
+    optimizer = optax.MultiSteps(scaled(optax.sgd(1.0), POLICY), 2)
+    state, p = optimizer.init(params()), params()
+    for use in (scale_of, outcome_of):
+        with pytest.raises(gs.SettingError, match=r"MultiSteps must be inside scaled\(\)"):
+            use(state)
+    # If this is no longer so, it need not be refused.
     step = step_of(optimizer)
-    scales = []
-    for bad in (None, None, math.inf, None):
-        scale = float(scale_of(state))
-        scales.append(scale)
-        p, state = step(p, state, grads(scale, bad), jnp.float32(1))
-    assert scales == [8.0, 8.0, 16.0, 16.0]
-    assert float(scale_of(state)) == 8.0  # one bad part spoils the sum
-    np.testing.assert_array_equal(p["b"], jnp.array([1.0, -1.0]))  # one mean of two
+    for bad in (None, math.inf, None, None):
+        p, state = step(p, state, grads(1.0, bad), jnp.float32(1))
+    assert not bool(outcome_of(state.inner_opt_state).applied)
+    assert jnp.isnan(state.acc_grads["b"]).tolist() == [False, True]
 
 
 def test_state_without_a_scale_or_with_two_is_refused() -> None:
@@ -139,6 +151,14 @@ def test_state_without_a_scale_or_with_two_is_refused() -> None:
     )
     with pytest.raises(gs.SettingError, match=r"one scale, got 2.*Wrap the whole"):
         outcome_of(both.init(params()))
+
+
+def test_what_is_no_state_of_the_optimizer_and_what_is_no_loss_are_refused() -> None:
+    optimizer, p = scaled(optax.sgd(0.1), POLICY), params()
+    with pytest.raises(gs.SettingError, match=r"state must be one .*tuple.*inner_state="):
+        optimizer.update(grads(1.0), optax.sgd(0.1).init(p), p)
+    with pytest.raises(gs.SettingError, match=r"value must be the loss, one number, got.*\(3,\)"):
+        optimizer.update(grads(1.0), optimizer.init(p), p, value=jnp.ones(3))
 
 
 @pytest.mark.parametrize("other", [gs.Off(), gs.Headroom(), gs.LogMax(), gs.Histogram()])
@@ -180,6 +200,50 @@ def test_long_gradients_are_shortened_and_short_ones_are_not() -> None:
     updates, state = jax.jit(optimizer.update)(zero, optimizer.init(zero), zero)
     assert updates["a"].tolist() == [0.0, 0.0]
     assert bool(outcome_of(state).applied)
+
+
+@pytest.mark.parametrize("longest", [0.01, 10.0], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("derivative", [jax.jacrev, jax.jacfwd])
+def test_clipped_step_has_the_derivatives_of_optax(longest: float, derivative: Any) -> None:
+    ours = scaled(optax.identity(), gs.Static(8.0), clip_norm=longest)
+    theirs = optax.clip_by_global_norm(longest)
+    g = {"a": jnp.array([[0.3, -0.4]]), "z": jnp.array(0.1 - 0.2j)}
+
+    def moved(optimizer: Any, scale: float) -> Any:
+        def loss(a: Any) -> Any:
+            given = jax.tree.map(lambda leaf: leaf * scale, {**g, "a": a})
+            updates, _ = optimizer.update(given, optimizer.init(g))
+            return {"a": updates["a"], "z": updates["z"].real}
+
+        return derivative(loss)(g["a"])
+
+    found, wanted = (jax.tree.leaves(moved(*given)) for given in ((ours, 8.0), (theirs, 1.0)))
+    for one, other in zip(found, wanted, strict=True):  # some 8 roundings to float32 in each
+        np.testing.assert_allclose(one, other, rtol=16 * 2.0**-24, atol=longest * 16 * 2.0**-24)
+    zero = jax.tree.map(jnp.zeros_like, g)
+    total = lambda a: jnp.sum(ours.update({**zero, "a": a}, ours.init(g))[0]["a"])  # noqa: E731
+    assert jax.grad(total)(zero["a"]).tolist() == [[0.125, 0.125]]
+
+
+def test_skipped_step_is_no_error_under_debug_nans() -> None:
+    seen: list[float] = []
+    see = lambda record: seen.append(float(record.outcome.grad_norm))  # noqa: E731
+    optimizer = scaled(optax.adam(0.1), POLICY, clip_norm=1.0, on_step=see)
+    with jax.debug_nans(True):
+        state = jax.jit(optimizer.init)(params())
+        assert math.isnan(float(outcome_of(state).grad_norm))
+        for bad in (None, math.inf, math.nan, None):
+            with jax.debug_nans(False):
+                given = grads(1.0, bad)
+            _, state = jax.jit(optimizer.update)(given, state, params())
+            found = outcome_of(state)
+            assert bool(found.applied) is not math.isnan(float(found.grad_norm))
+            assert math.isnan(float(found.amax)) is (bad is math.nan)
+            assert math.isnan(float(found.headroom)) is (bad is math.nan)
+        eager = optimizer.update(grads(1.0), state, params())[1]  # one operation after the other
+    jax.effects_barrier()
+    assert [math.isnan(norm) for norm in seen] == [False, True, True, False, False]
+    assert same(eager.outcome.amax, outcome_of(state).amax)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

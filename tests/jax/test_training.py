@@ -153,6 +153,39 @@ def test_norms_are_kept_in_float32_and_all_else_is_not(kind: str) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
+class LinenStatistics(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.BatchNorm(use_running_average=False, name="bn")(linen.Dense(4)(x))
+
+
+class NnxStatistics(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense, self.bn = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "equinox"])
+def test_running_statistics_are_kept_in_float32_whatever_their_layers_are_named(kind: str) -> None:
+    if kind == "linen":
+        variables = LinenStatistics().init(jax.random.key(0), X)
+        statistics, weights = variables["batch_stats"], variables["params"]["Dense_0"]
+        tree = {"batch_stats": statistics, "weights": weights}
+    elif kind == "nnx":
+        _, statistics, weights = nnx.split(NnxStatistics(nnx.Rngs(0)), nnx.BatchStat, ...)
+        tree = {"first": statistics, "weights": weights["dense"]}
+    else:
+        _, statistics = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="ema")
+        tree = {"first": statistics, "weights": Equinox(jax.random.key(0)).first}
+    *others, cast = (Precision().cast_to_compute(tree)[name] for name in sorted(tree))
+    floating = [
+        leaf for leaf in jax.tree.leaves(others) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    assert [leaf.dtype for leaf in floating] == [jnp.float32] * 2
+    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(cast, eqx.is_array))} == {
+        jnp.dtype("float16")
+    }
+
+
 def test_what_is_no_type_is_refused_and_whole_numbers_are_left_alone() -> None:
     for wrong in ("float17", "int32", None):
         with pytest.raises(gs.SettingError, match="compute must be a floating-point type"):

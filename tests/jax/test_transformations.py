@@ -157,6 +157,13 @@ def test_devices_of_pmap_step_as_one() -> None:
     assert same(jax.tree.map(lambda v: v[0], p), weights())
 
 
+@pytest.mark.parametrize("x", [X, POISON], ids=["good", "bad"])
+def test_members_of_vmap_with_an_axis_step_as_one_device(x: Any) -> None:
+    step = jax.jit(jax.vmap(shard_step, axis_name="batch", in_axes=(None, None, 0)))
+    found = step(weights(), init(RESTLESS), x.reshape(4, 2, 4))
+    assert near(jax.tree.map(lambda v: v[2], found), whole(x))
+
+
 def test_shards_with_parameters_of_their_own_share_statistics() -> None:
     # Each of four shards has a quarter of a vector of weights.
     policy = gs.Headroom()

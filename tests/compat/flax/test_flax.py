@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -229,6 +230,27 @@ def test_checkpoints_of_flax_go_both_ways() -> None:
     for wrong in ({"scale": 1.0}, {"scale": 1.0, "fin_steps": 0, "more": 1}):
         with pytest.raises(gradscale.StateError, match="must have fin_steps and scale, got"):
             serialization.from_state_dict(DynamicScale(), wrong)
+
+
+def test_orbax_restores_into_a_new_object(tmp_path: Path) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    saved = DynamicScale(fin_steps=jnp.int32(5), scale=jnp.float32(2**12))
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "scale", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "scale", DynamicScale())
+    assert (int(restored.fin_steps), float(restored.scale)) == (5, 2.0**12)
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16, FULL, jnp.complex64])
+def test_any_type_may_be_scaled_without_promotion_in_jax(dtype: Any) -> None:
+    def loss_fn(x: Any) -> Any:
+        return jnp.sum((x * x.conj()).real) * jnp.asarray(0.5, x.real.dtype)
+
+    x = jnp.full((3,), 0.5, dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        _, finite, loss, grad = DynamicScale(scale=8.0).value_and_grad(loss_fn)(x)
+    assert (bool(finite), float(loss), grad.tolist()) == (True, 0.375, [0.5] * 3)
 
 
 def test_train_state_with_a_scale_learns_in_float16() -> None:

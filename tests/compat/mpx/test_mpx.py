@@ -174,6 +174,15 @@ def test_loss_that_is_not_finite_leaves_the_scale(value: float) -> None:
     assert (bool(finite), float(moved.loss_scaling)) == (False, 2.0**14)
 
 
+def test_half_precision_needs_no_promotion_in_jax() -> None:
+    scaling, x = mpx.DynamicLossScaling(8.0, 1.0), jnp.full((3,), 0.5)
+    with jax.numpy_dtype_promotion("strict"):
+        loss, _, finite, grads = mpx.filter_value_and_grad(jnp.sum, scaling)(x)
+        back = scaling.unscale(scaling.scale(x.astype(HALF)))
+    assert (float(loss), bool(finite), grads.tolist()) == (1.5, True, [1.0] * 3)
+    assert (back.dtype, back.tolist()) == (FULL, [0.5] * 3)
+
+
 def test_without_mixed_precision_it_is_equinox() -> None:
     for func, has_aux in ((loss_fn, False), (with_aux, True)):
         start = scaling(jnp.inf)  # which must not be used
