@@ -228,11 +228,14 @@ def _mean(leaf: Any, axes: tuple[str, ...], keep_dtype: bool) -> Any:
 
 def _varying(leaf: Any, axes: tuple[str, ...]) -> Any:
     """`leaf` as an array of which each shard has its own, so that JAX sums no gradients of it."""
-    if not is_float(leaf) or not hasattr(lax, "pcast"):
+    if not is_float(leaf):
         return leaf
     # Nothing is summed over the axes of vmap, for which pcast fails, in jit much later.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in (axis for axis in axes if axis in manual):
         with contextlib.suppress(ValueError):  # it varies already
-            leaf = lax.pcast(leaf, axis, to="varying")
+            if hasattr(lax, "pcast"):
+                leaf = lax.pcast(leaf, axis, to="varying")
+            else:  # before jax 0.9
+                leaf = lax.pvary(leaf, axis)  # type: ignore[attr-defined]
     return leaf
