@@ -90,7 +90,13 @@ class Gap:
         return at_blocks, at_leaves
 
     def find(
-        self, x: Tensor, mark: int, params: Container[int], used: set[Any], thorough: bool
+        self,
+        x: Tensor,
+        mark: int,
+        params: Container[int],
+        used: set[Any],
+        watched: Container[Any],
+        thorough: bool,
     ) -> str:
         """Finds what lies before `x`; why gradients cannot be carried through, "" if they can.
 
@@ -99,6 +105,7 @@ class Gap:
             mark: Of the blocks.
             params: The ids of parameters whose gradients autograd accumulates.
             used: The operations that gaps of this forward pass have; those of this gap are added.
+            watched: The operations that have made tensors whose gradients somebody wants.
             thorough: Whether to look for saved tensors that can be had only once.
         """
         if not hasattr(x.grad_fn, "_input_metadata"):
@@ -114,6 +121,8 @@ class Gap:
                 continue
             if node in ends or node is None:
                 continue
+            if node in watched:
+                return "the gradient of an input is kept, or has a hook"
             route = getattr(node, "route", None)
             if route is not None and route[0] == mark and hasattr(node, "arrived"):
                 ends[node] = End("block", len(self.blocks))

@@ -81,6 +81,8 @@ class BlockHooks:
         """Where the last input came from, None if it was something else than a block."""
         self._used: set[Any] = set()
         """The operations of all gaps of this forward pass."""
+        self._watched: set[Any] = set()
+        """The operations that have made inputs of blocks whose gradients somebody wants."""
         self._returned = False
         """Whether the last forward pass has come to its end."""
         self.device = device_of(blocks)
@@ -231,6 +233,8 @@ class BlockHooks:
                 f"{self.blocks[place].name!r} is called on {x.device}. Create BlockScales after "
                 ".to(device), one for each device."
             )
+        if not is_untouched(x):
+            self._watched.add(x.grad_fn)
         factor = self.factor(place, OUTSIDE)
         if is_one(factor) and not self.measures:
             return x
@@ -278,12 +282,10 @@ class BlockHooks:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint, whose graph is thrown away
             return None
         gap = Gap()
-        reason = gap.find(x, self.mark, self._params, self._used, self.measures)
+        reason = gap.find(x, self.mark, self._params, self._used, self._watched, self.measures)
         half = [leaf for leaf in gap.leaves if is_half(leaf)]
         if half and (not HAS_GRAD_DTYPE or in_ddp()):
             reason = "a weight there is float16"
-        if not reason and not is_untouched(x):
-            reason = "the gradient of an input is kept, or has a hook"
         if reason:
             self.reasons[place] = reason
             return None
@@ -391,7 +393,7 @@ class BlockHooks:
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
         self.made, self.given, self._direct = [], [], None
-        self._used = set()
+        self._used, self._watched = set(), set()
         self.runs.forget()
         self.weights.fresh = False
 
