@@ -233,8 +233,7 @@ class BlockHooks:
                 f"{self.blocks[place].name!r} is called on {x.device}. Create BlockScales after "
                 ".to(device), one for each device."
             )
-        if not is_untouched(x):
-            self._watched.add(x.grad_fn)
+        self.watch(x)
         factor = self.factor(place, OUTSIDE)
         if is_one(factor) and not self.measures:
             return x
@@ -248,6 +247,11 @@ class BlockHooks:
                     self._direct = Source(maker, [seen], [x])
         route = (self.mark, place, OUTSIDE)
         return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
+
+    def watch(self, x: Tensor) -> None:
+        """Has no gradient carried past `x`, an input of a block, if somebody wants its gradient."""
+        if not is_untouched(x):
+            self._watched.add(x.grad_fn)
 
     def _arrive_from(self, place: int, maker: int, made: Tensor) -> Tensor:
         """`made`, which the block at `maker` has made, inside of the block at `place`."""

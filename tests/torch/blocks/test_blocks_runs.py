@@ -207,6 +207,13 @@ def test_gradients_of_a_pass_with_another_graph_are_right(act: str, kind: type[L
         assert near(gradients(model), exact_of(model))
 
 
+def test_no_gradient_is_carried_past_a_hook() -> None:
+    model, _ = settled({}, [0, 0, 0, -1, 0, 0, 0])
+    model.acts = {0: "hook", 2: "steps"}
+    for _ in range(2):
+        assert near(gradients(model), exact_of(model))
+
+
 @pytest.mark.parametrize("act", ["skip", "keep", "keep before", "aside", "write", "step kept"])
 def test_comparison_sees_a_use_that_is_not_noticed(act: str) -> None:
     model, blocks = settled({})
