@@ -97,6 +97,7 @@ class BlockHooks:
         self.weights = WeightViews(self, units)
         self.runs = Runs(self, units)
         self._out_for: Any = None
+        self._is_sharded = any(map(_is_dtensor, model.parameters()))
         self._params: set[int] = set()
         """The ids of the weights that are whole, once a pass has begun."""
         self.refresh()
@@ -162,8 +163,11 @@ class BlockHooks:
             self.additions.check()
         self._returned = False
         if not self._params:
-            named = self._model.parameters()
-            self._params = {id(param) for param in named if not _is_dtensor(param)}
+            whole = [param for param in self._model.parameters() if not _is_dtensor(param)]
+            self._params = set(map(id, whole))
+            if self._is_sharded and HAS_GRAD_DTYPE:
+                # FSDP2 reduces them together, also those outside of blocks: in one format.
+                self.weights.widen(whole)
         self.forget()
         self._notice_capture()
         if not self.terms.holds:  # a pass has not come to its end, or was not what was assumed
