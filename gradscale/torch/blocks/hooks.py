@@ -158,6 +158,11 @@ class BlockHooks:
         """Begins a forward pass of the model: a forward pre-hook."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        if not self.idle and torch._C._are_functorch_transforms_active():
+            raise SettingError(
+                "torch.func transforms of a model with BlockScales are not supported. Call "
+                "blocks.remove() first, or transform under torch.no_grad()."
+            )
         self.runs.end()  # if an interrupt has left them
         if self.additions.pending:
             self.additions.check()
