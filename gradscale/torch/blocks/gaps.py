@@ -96,7 +96,7 @@ class Gap:
         params: Container[int],
         used: set[Any],
         watched: Container[Any],
-        thorough: bool,
+        known: set[tuple[str, ...]],
     ) -> str:
         """Finds what lies before `x`; why gradients cannot be carried through, "" if they can.
 
@@ -106,7 +106,8 @@ class Gap:
             params: The ids of parameters whose gradients autograd accumulates.
             used: The operations that gaps of this forward pass have; those of this gap are added.
             watched: The operations that have made tensors whose gradients somebody wants.
-            thorough: Whether to look for saved tensors that can be had only once.
+            known: The names of the operations of other gaps, in which no saved tensor can be had
+                only once; those of this gap are added.
         """
         if not hasattr(x.grad_fn, "_input_metadata"):
             return "this torch does not say which gradients an operation takes"
@@ -145,8 +146,10 @@ class Gap:
         self.nodes = list(reversed(order))
         if num_nodes > _MOST_SHARED and not used.isdisjoint(self.nodes):
             return f"there are more than {_MOST_SHARED} operations that other blocks use too"
-        if thorough and any(_is_packed(node) for node in self.nodes if node not in used):
+        names = tuple([node.name() for node in self.nodes])
+        if names not in known and any(_is_packed(node) for node in self.nodes if node not in used):
             return "its saved tensors are packed, as by a checkpoint"
+        known.add(names)
         used.update(self.nodes)
         ends.update((node, End("node", index)) for index, node in enumerate(self.nodes))
 

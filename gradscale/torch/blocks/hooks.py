@@ -83,6 +83,8 @@ class BlockHooks:
         """The operations of all gaps of this forward pass."""
         self._watched: set[Any] = set()
         """The operations that have made inputs of blocks whose gradients somebody wants."""
+        self._known_gaps: dict[int, set[tuple[str, ...]]] = {}
+        """The operations in gaps since the last pass that measured, by place."""
         self._returned = False
         """Whether the last forward pass has come to its end."""
         self.device = device_of(blocks)
@@ -295,7 +297,9 @@ class BlockHooks:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint, whose graph is thrown away
             return None
         gap = Gap()
-        reason = gap.find(x, self.mark, self._params, self._used, self._watched, self.measures)
+        known = set() if self.measures else self._known_gaps.get(place, set())
+        self._known_gaps[place] = known
+        reason = gap.find(x, self.mark, self._params, self._used, self._watched, known)
         half = [leaf for leaf in gap.leaves if is_half(leaf)]
         if half and (not HAS_GRAD_DTYPE or in_ddp()):
             reason = "a weight there is float16"
