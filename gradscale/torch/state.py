@@ -95,9 +95,9 @@ class ScaleState:
             self.packed = pack(self.initial, device=device, **numbers)
             self.live = views(self.packed, type(self.initial))
             self.counters = Counters(*self.packed[: len(numbers)].unbind())
-        self.losses = {key: self._on_device(state) for key, state in self.losses.items()}
+        self.losses = {key: self.on_device(state) for key, state in self.losses.items()}
 
-    def _on_device(self, state: Any) -> Any:
+    def on_device(self, state: Any) -> Any:
         """The state of a loss with its own scale, as tensors."""
         with torch.inference_mode(False):
             return views(pack(state, device=self.device), type(state))  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ class ScaleState:
         """A copy of the scale of the loss called `loss_id`, which may be new."""
         if loss_id not in self.losses:
             first = self.policy.init()
-            self.losses[loss_id] = first if self.on_host else self._on_device(first)
+            self.losses[loss_id] = first if self.on_host else self.on_device(first)
         scale, self.losses[loss_id] = self._copied(self.losses[loss_id], half)
         return scale
 
@@ -402,7 +402,7 @@ class ScaleState:
                 self.place(self.device)
             return list(saved.skipped_in_a_row)
         # In place: a CUDA graph may have captured these very tensors.
-        old, self.losses = self.losses, {k: self._on_device(v) for k, v in losses.items()}
+        old, self.losses = self.losses, {k: self.on_device(v) for k, v in losses.items()}
         for key in old.keys() & losses.keys():
             self.losses[key] = old[key]
         for live, numbers in [(self.live, state), *((self.losses[k], losses[k]) for k in losses)]:

@@ -90,7 +90,13 @@ class Gap:
         return at_blocks, at_leaves
 
     def find(
-        self, x: Tensor, mark: int, params: Container[int], used: set[Any], thorough: bool
+        self,
+        x: Tensor,
+        mark: int,
+        params: Container[int],
+        used: set[Any],
+        watched: Container[Any],
+        known: set[tuple[str, ...]],
     ) -> str:
         """Finds what lies before `x`; why gradients cannot be carried through, "" if they can.
 
@@ -99,7 +105,9 @@ class Gap:
             mark: Of the blocks.
             params: The ids of parameters whose gradients autograd accumulates.
             used: The operations that gaps of this forward pass have; those of this gap are added.
-            thorough: Whether to look for saved tensors that can be had only once.
+            watched: The operations that have made tensors whose gradients somebody wants.
+            known: The names of the operations of other gaps, in which no saved tensor can be had
+                only once; those of this gap are added.
         """
         if not hasattr(x.grad_fn, "_input_metadata"):
             return "this torch does not say which gradients an operation takes"
@@ -114,6 +122,8 @@ class Gap:
                 continue
             if node in ends or node is None:
                 continue
+            if node in watched:
+                return "the gradient of an input is kept, or has a hook"
             route = getattr(node, "route", None)
             if route is not None and route[0] == mark and hasattr(node, "arrived"):
                 ends[node] = End("block", len(self.blocks))
@@ -136,8 +146,10 @@ class Gap:
         self.nodes = list(reversed(order))
         if num_nodes > _MOST_SHARED and not used.isdisjoint(self.nodes):
             return f"there are more than {_MOST_SHARED} operations that other blocks use too"
-        if thorough and any(_is_packed(node) for node in self.nodes if node not in used):
+        names = tuple([node.name() for node in self.nodes])
+        if names not in known and any(_is_packed(node) for node in self.nodes if node not in used):
             return "its saved tensors are packed, as by a checkpoint"
+        known.add(names)
         used.update(self.nodes)
         ends.update((node, End("node", index)) for index, node in enumerate(self.nodes))
 

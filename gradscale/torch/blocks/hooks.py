@@ -81,6 +81,10 @@ class BlockHooks:
         """Where the last input came from, None if it was something else than a block."""
         self._used: set[Any] = set()
         """The operations of all gaps of this forward pass."""
+        self._watched: set[Any] = set()
+        """The operations that have made inputs of blocks whose gradients somebody wants."""
+        self._known_gaps: dict[int, set[tuple[str, ...]]] = {}
+        """The operations in gaps since the last pass that measured, by place."""
         self._returned = False
         """Whether the last forward pass has come to its end."""
         self.device = device_of(blocks)
@@ -95,6 +99,7 @@ class BlockHooks:
         self.weights = WeightViews(self, units)
         self.runs = Runs(self, units)
         self._out_for: Any = None
+        self._is_sharded = any(map(_is_dtensor, model.parameters()))
         self._params: set[int] = set()
         """The ids of the weights that are whole, once a pass has begun."""
         self.refresh()
@@ -155,13 +160,21 @@ class BlockHooks:
         """Begins a forward pass of the model: a forward pre-hook."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        if not self.idle and torch._C._are_functorch_transforms_active():
+            raise SettingError(
+                "torch.func transforms of a model with BlockScales are not supported. Call "
+                "blocks.remove() first, or transform under torch.no_grad()."
+            )
         self.runs.end()  # if an interrupt has left them
         if self.additions.pending:
             self.additions.check()
         self._returned = False
         if not self._params:
-            named = self._model.parameters()
-            self._params = {id(param) for param in named if not _is_dtensor(param)}
+            whole = [param for param in self._model.parameters() if not _is_dtensor(param)]
+            self._params = set(map(id, whole))
+            if self._is_sharded and HAS_GRAD_DTYPE:
+                # FSDP2 reduces them together, also those outside of blocks: in one format.
+                self.weights.widen(whole)
         self.forget()
         self._notice_capture()
         if not self.terms.holds:  # a pass has not come to its end, or was not what was assumed
@@ -231,6 +244,7 @@ class BlockHooks:
                 f"{self.blocks[place].name!r} is called on {x.device}. Create BlockScales after "
                 ".to(device), one for each device."
             )
+        self.watch(x)
         factor = self.factor(place, OUTSIDE)
         if is_one(factor) and not self.measures:
             return x
@@ -244,6 +258,11 @@ class BlockHooks:
                     self._direct = Source(maker, [seen], [x])
         route = (self.mark, place, OUTSIDE)
         return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
+
+    def watch(self, x: Tensor) -> None:
+        """Has no gradient carried past `x`, an input of a block, if somebody wants its gradient."""
+        if not is_untouched(x):
+            self._watched.add(x.grad_fn)
 
     def _arrive_from(self, place: int, maker: int, made: Tensor) -> Tensor:
         """`made`, which the block at `maker` has made, inside of the block at `place`."""
@@ -278,12 +297,12 @@ class BlockHooks:
         if torch._C._current_graph_task_id() != -1:  # a checkpoint, whose graph is thrown away
             return None
         gap = Gap()
-        reason = gap.find(x, self.mark, self._params, self._used, self.measures)
+        known = set() if self.measures else self._known_gaps.get(place, set())
+        self._known_gaps[place] = known
+        reason = gap.find(x, self.mark, self._params, self._used, self._watched, known)
         half = [leaf for leaf in gap.leaves if is_half(leaf)]
         if half and (not HAS_GRAD_DTYPE or in_ddp()):
             reason = "a weight there is float16"
-        if not reason and not is_untouched(x):
-            reason = "the gradient of an input is kept, or has a hook"
         if reason:
             self.reasons[place] = reason
             return None
@@ -391,7 +410,7 @@ class BlockHooks:
     def forget(self) -> None:
         """Forgets the tensors of a forward pass."""
         self.made, self.given, self._direct = [], [], None
-        self._used = set()
+        self._used, self._watched = set(), set()
         self.runs.forget()
         self.weights.fresh = False
 

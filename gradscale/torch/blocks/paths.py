@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from gradscale.errors import SettingError
 from gradscale.torch.blocks.edges import OUTSIDE
 from gradscale.torch.blocks.hooks import BlockHooks
+from gradscale.torch.blocks.references import extra, is_held
 
 _REENTRANT = "CheckpointFunctionBackward"
 
@@ -37,6 +38,9 @@ def check(outputs: Iterable[Tensor], hooks: BlockHooks, params: Mapping[int, str
             continue
         if leaf is not None and place != OUTSIDE:
             name = params.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}")
+            is_param, leaf = id(leaf) in params, None
+            if not is_param and _is_lost(node):
+                continue
             _refuse_argument(blocks[place], repr(name))
         written = isinstance(node, BackwardCFunction)  # in Python, as ours are
         weights = written and getattr(node, "mark", None) == hooks.mark
@@ -67,6 +71,14 @@ def _leaf(node: Any) -> Tensor | None:
     """The tensor in whose `.grad` the node accumulates, if it has no next functions."""
     leaf = getattr(node, "variable", None)
     return leaf if isinstance(leaf, Tensor) else None
+
+
+def _is_lost(node: Any) -> bool:
+    """Whether nothing but the graph refers to the leaf of `node`, so its gradient is never read.
+
+    Checkpointed blocks of T5 make such leaves: zeros that are added to the scores of attention.
+    """
+    return extra() is not None and not is_held([node.variable])
 
 
 def _refuse_output(block: str) -> NoReturn:

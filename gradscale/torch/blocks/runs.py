@@ -243,6 +243,8 @@ class Runs:
     def _share(self, maker: int) -> None:
         """The output of a block is used by others: the scales of this pass are off."""
         self._hooks.terms.void = True
+        for x in (*self._before, *self._behind):
+            self._hooks.watch(x)
         makers = {maker, self._before_maker} if self._before else {maker}
         if self._behind:  # the operation comes after the border that there will be
             pairs = zip(self._order, self._order[1:], strict=False)

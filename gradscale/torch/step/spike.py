@@ -89,6 +89,8 @@ class Spike:
 
 def _clone(state: ScaleState) -> tuple[Any, Kept]:
     """The state of loss 0, packed where it is on a device, and those of the other losses."""
+    if state.live is None:  # of a copy or a checkpoint, before its first loss
+        return state.initial, dict(state.losses)
     if state.on_host:
         return state.live, dict(state.losses)
     own = {key: type(one)(*map(torch.clone, one)) for key, one in state.losses.items()}
@@ -98,8 +100,12 @@ def _clone(state: ScaleState) -> tuple[Any, Kept]:
 
 def _kept(state: ScaleState, first: Any, own: Kept) -> Kept:
     """The states of all losses, without the counters, from what `_clone` gave."""
-    is_packed = isinstance(first, torch.Tensor)
-    return {0: views(first, type(state.live)) if is_packed else first, **own}
+    if isinstance(first, torch.Tensor):
+        return {0: views(first, type(state.live)), **own}
+    kept = {0: first, **own}
+    if state.on_host:
+        return kept
+    return {key: state.on_device(one) for key, one in kept.items()}  # they were on none before
 
 
 def _restore(state: ScaleState, kept: Kept) -> None:

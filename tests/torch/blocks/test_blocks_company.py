@@ -18,6 +18,7 @@ import torch_has
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch import GradScaler
 from gradscale.torch.blocks import BlockScales
+from gradscale.torch.features import HAS_GRAD_DTYPE
 from gradscale.torch.optim import AdamW
 from ranks import on_ranks, run_check
 from sharded_names import MixedPrecisionPolicy, fully_shard
@@ -367,15 +368,21 @@ def ends(kind: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     if kind == "ddp":
         return model, nn.parallel.DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.blocks, model.first) if kind == "parts" else model.blocks:
-        fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh), model
+    policy = MixedPrecisionPolicy()
+    if kind in ("half", "whole"):
+        nn.init.normal_(model.tokens.weight, std=0.1)  # so that nothing is beyond float16
+        nn.init.normal_(model.place, std=0.3)
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    apart = {"parts": (*model.blocks, model.first), "whole": ()}
+    for module in apart.get(kind, model.blocks):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy), model
 
 
 def check_gaps() -> None:
     """Raises if gradients of a model with weights between blocks are wrong."""
     rank = dist.get_rank()
-    for kind in ("ddp", "blocks", "parts"):
+    for kind in ("ddp", "blocks", "parts", *(("half", "whole") if HAS_GRAD_DTYPE else ())):
         model, call = ends(kind)
         expected = whole(gradients(model, call, seed=rank, passes=2))
         model, call = ends(kind)
@@ -384,7 +391,8 @@ def check_gaps() -> None:
             plant(blocks, extra=rank)
             ours = whole(gradients(model, call, seed=rank, passes=2))
             exact = zip(ours, expected, strict=True)
-            bound = 16 * torch.finfo(torch.float32).eps
+            half = kind in ("half", "whole")
+            bound = 16 * torch.finfo(torch.float16 if half else torch.float32).eps
             assert all((a - b).norm() <= bound * b.norm() for a, b in exact), kind
             for _ in range(17):
                 blocks.update()

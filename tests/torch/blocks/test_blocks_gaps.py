@@ -495,6 +495,36 @@ def test_hook_on_a_tensor_before_a_block_is_called_with_its_own_gradient(when: s
     assert torch.equal(*heard)
 
 
+class Around(Chain):
+    """The input of block 3, whose gradient is halved and kept, is also added to its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            before, x = x, block(x)
+            if place == 2:
+                x.register_hook(lambda grad: grad / 2)
+                x.retain_grad()
+                self.seen = [x]
+            if place == 3:
+                x = x + before * 0.5
+        return x
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_hook_on_an_input_is_called_with_what_comes_around_the_block_too(measures: bool) -> None:
+    x = torch.randn(2, WIDTH)
+    model = build(Around)
+    expected = [*gradients(model, x), model.seen[0].grad]
+    model = build(Around)
+    blocks = BlockScales(model)
+    if not measures:
+        gradients(model, x)
+        calm(blocks)
+    plant(blocks, [7, 7, 3, 5, -5])
+    assert near([*gradients(model, x), model.seen[0].grad], expected)
+    assert blocks.report()[4].unscaled_because == "the gradient of an input is kept, or has a hook"
+
+
 class Double(torch.autograd.Function):
     """A function that gaps cannot call."""
 

@@ -25,6 +25,7 @@ from block_models import (
 )
 from gradscale.errors import CallOrderError, SettingError
 from gradscale.torch.blocks import BlockScales
+from gradscale.torch.blocks.references import extra
 from tensors import same
 
 
@@ -156,6 +157,34 @@ def test_path_around_a_border_is_refused(way: str, message: str) -> None:
     blocks.remove()
     BlockScales(model, blocks=[model.blocks[0], model.blocks[2]])
     model(inputs(plain)).sum().backward()
+
+
+class Leaves(Residual):
+    """Makes a tensor that requires a gradient, as T5 does in checkpoints."""
+
+    def __init__(self, kept: list[Tensor] | None) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        leaf = torch.ones(WIDTH, requires_grad=True)
+        if self.kept is not None:
+            self.kept.append(leaf)
+        return super().forward(x * leaf + leaf)  # the graph saves it, too
+
+
+def test_leaf_that_a_block_has_made_is_refused_if_its_gradient_can_be_read() -> None:
+    if extra() is None:
+        pytest.skip("needs a torch whose references are counted")
+    kept: list[Tensor] = []
+    model = nn.Sequential(*(Leaves(None) for _ in range(3)))
+    blocks = BlockScales(model)
+    model(inputs(plain)).sum().backward()
+    blocks.remove()
+    model[1].kept = kept
+    BlockScales(model)
+    with pytest.raises(SettingError, match=r"Block '1' uses 'a leaf of shape \(8,\)'"):
+        model(inputs(plain))
 
 
 class Recurrent(nn.Module):

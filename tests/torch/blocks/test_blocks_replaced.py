@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import torch_has
+from gradscale.errors import SettingError
 from gradscale.torch.blocks import BlockScales
 
 torch_has.input_metadata()
@@ -99,6 +100,21 @@ def test_weights_of_functional_call_are_used(early: bool) -> None:
         outputs[-1].sum().backward()
     assert torch.equal(*outputs)
     assert near(model, twin)
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    model, _, blocks = settled()
+    x = torch.randn(4, WIDTH)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, params, (x,)).sum()
+
+    with pytest.raises(SettingError, match=r"torch\.func transforms of a model with Block"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    with torch.no_grad():
+        assert torch.func.vmap(model)(x[None]).shape == (1, 4, WIDTH)
+    blocks.remove()
+    torch.func.grad(loss)(dict(model.named_parameters()))
 
 
 def test_pruned_weights_are_used() -> None:

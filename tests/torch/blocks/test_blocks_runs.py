@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_has
 from block_models import plant
@@ -41,6 +42,13 @@ class Times(Line):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + self.line.weight.mean(0)) + self.line.bias
+
+
+class Recomputed(Line):
+    """Computes a part of itself once more in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda x: torch.tanh(self.line(x)), x, use_reentrant=False)
 
 
 class Acts(nn.Module):
@@ -204,6 +212,20 @@ def test_gradients_of_a_pass_with_another_graph_are_right(act: str, kind: type[L
     for place in (1, 4):
         model, _ = settled({}, kind=kind)
         model.acts = {place: act}
+        assert near(gradients(model), exact_of(model))
+
+
+def test_no_gradient_is_carried_past_a_hook() -> None:
+    model, _ = settled({}, [0, 0, 0, -1, 0, 0, 0])
+    model.acts = {0: "hook", 2: "steps"}
+    for _ in range(2):
+        assert near(gradients(model), exact_of(model))
+
+
+def test_block_may_follow_one_without_a_border_that_has_a_checkpoint() -> None:
+    model, _ = settled({0: "mean"}, [12, 0, 0, 0, 0, 0, 0], kind=Recomputed)
+    model.acts = {0: "mean", 4: "other"}  # block 0 after block 4
+    for _ in range(2):
         assert near(gradients(model), exact_of(model))
 
 

@@ -353,6 +353,41 @@ def test_copy_of_a_run_has_the_credit_of_the_run() -> None:
     assert other._recomputation._scaler is other.scaler
 
 
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [("copy", "reference"), ("checkpoint", "reference"), ("checkpoint", "triton")],
+)
+def test_first_batch_after_a_checkpoint_may_be_a_spike(way: str, backend: str) -> None:
+    def run(mp: MixedPrecision, factor: float) -> Any:
+        [model] = mp.models
+
+        def both() -> Tensor:
+            mp.scaler.backward(loss_of(model, data(16, 3)), loss_id="other")
+            return loss_of(model, data()) * factor
+
+        return mp.run(both)
+
+    def spike(mp: MixedPrecision) -> tuple[list[float], Any, list[Tensor]]:
+        torch.manual_seed(5)
+        outcome = run(mp, 2.0**14)
+        assert outcome.applied
+        assert outcome.earlier
+        return [float(one.scale) for one in (*outcome.earlier, outcome)], states(mp), picture(mp)
+
+    with kernels.use(backend):
+        _, mp = steady(policy=gs.Headroom(), steps=1)
+        run(mp, 1.0)
+        if way == "copy":
+            other = copy.deepcopy(mp)
+        else:
+            _, other = built("fp16", policy=gs.Headroom(), retries=2)
+            other.load_state_dict(copy.deepcopy(mp.state_dict()))
+        *numbers, weights = spike(other)
+        *expected, theirs = spike(mp)
+    assert numbers == expected
+    assert same(weights, theirs)
+
+
 # On ranks.
 
 
