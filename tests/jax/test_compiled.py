@@ -20,8 +20,8 @@ from gradscale.jax import scaled
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (64, 128)
-reads_programs = pytest.mark.skipif(
-    not hasattr(jax.lax, "pcast"), reason="reads the programs of jax 0.9 and later"
+fused = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10, 2), reason="XLA fuses less before jax 0.10.2 (0.10.0 was run)"
 )
 
 
@@ -51,7 +51,7 @@ def naive(g: Any, state: Any, p: Any = None) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(finite, leaf * factor, 0.0), g), state
 
 
-@reads_programs
+@fused
 @pytest.mark.parametrize(
     "policy",
     [gs.Dynamic(), gs.Headroom(), gs.Headroom(format="bfloat16")],
@@ -67,7 +67,7 @@ def test_gradients_are_reduced_as_they_are_and_nothing_of_their_size_is_stored(p
     assert models.stored(program, SHAPE) == models.stored(compiled(inner), SHAPE) == 2
 
 
-@reads_programs
+@fused
 def test_array_that_is_stored_in_between_is_found() -> None:
     program = compiled(optax.GradientTransformation(lambda p: jnp.float32(8), naive))
     assert readers(program) == ["array"]  # the reductions read that, not the gradient
