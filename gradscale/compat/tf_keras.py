@@ -150,7 +150,8 @@ class LossScaleOptimizer(engine.LossScaleOptimizer):
                 "experimental_aggregate_gradients must be True, got False: Keras 3 always sums the "
                 "gradients of replicas."
             )
-        grads, variables = zip(*grads_and_vars, strict=True)
+        pairs = list(grads_and_vars)
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         before, found = _passes.of.pop(self, None), _passes.found.pop(self, None)
         if before is _SCALED:
             warnings.warn(

@@ -81,6 +81,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         chosen = _chosen(policy, initial_scale, dynamic_growth_steps)
         growth_steps = getattr(chosen, "growth_interval", GROWTH_STEPS)
+        _check_inner(inner_optimizer)
         super().__init__(inner_optimizer, chosen.init_scale, growth_steps, name, **kwargs)
         self.policy = chosen
         """The rule that moves the scale."""
@@ -191,21 +192,40 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             variable.assign(weight)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` of this class or of Keras' class stored."""
-        inner = self.inner_optimizer.variables
-        if len(store.keys()) != 4 + len(inner) or not self.built:
-            super().load_own_variables(store)
+        """Reads what `save_own_variables` of this class or of Keras' class stored.
+
+        If it was saved with another policy, the scale is all that is taken over of its state.
+        """
+        inner, own = self.inner_optimizer.variables, len(self._variables)
+        shapes = [tuple(store[str(place)].shape) for place in range(len(store.keys()))]
+        known = [tuple(variable.shape) for variable in self.variables]
+        begin, same = len(shapes) - len(inner), shapes == known
+        is_ours = begin > 4 and shapes[begin - 2 : begin] == known[own - 2 : own]
+        inner_fits = self.built and shapes[begin:] == known[own:]
+        if same or not inner_fits or not (is_ours or begin == 4):
+            super().load_own_variables(store)  # Warns if it skips them.
+            if same:
+                self.dynamic_scale.assign(self._loaded(scale=self.dynamic_scale).scale)
             return
-        # Of Keras' class: iteration, learning rate, step counter, scale, inner variables.
-        values = [ops.convert_to_tensor(store[str(place)][...]) for place in range(4 + len(inner))]
-        counter, scale = (ops.convert_to_numpy(value).item() for value in values[2:4])
-        state = state_of({"good_steps": counter, "scale": scale}, self.policy, strict=False)
-        for variable, value in zip(
-            [*self._variables[:2], *inner], values[:2] + values[4:], strict=True
-        ):
-            variable.assign(ops.cast(value, variable.dtype))
-        for name, dtype, number in self._layout.specs(state):
+        # Iteration, learning rate, step counter, scale, the rest of ours, inner variables.
+        values = [ops.convert_to_tensor(store[str(place)][...]) for place in range(len(shapes))]
+        fields = {"scale": values[3]} if is_ours else {"good_steps": values[2], "scale": values[3]}
+        for name, dtype, number in self._layout.specs(self._loaded(**fields)):
             getattr(self, name).assign(ops.convert_to_tensor(number, dtype))
+        pairs = [*zip(self._variables[:2], values, strict=False)]
+        pairs += zip(inner, values[begin:], strict=True)
+        if is_ours:
+            last = values[begin - 2 : begin]
+            pairs += zip((self.outcome_floats, self.outcome_ints), last, strict=True)
+        for variable, value in pairs:
+            variable.assign(ops.cast(value, variable.dtype))
+
+    def _loaded(self, **fields: Any) -> Any:
+        """The state of the policy with these `fields` of a file, in plain numbers."""
+        numbers = {
+            name: ops.convert_to_numpy(ops.copy(each)).item() for name, each in fields.items()
+        }
+        return state_of(numbers, self.policy, strict=False)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor, as Keras writes them to files."""
@@ -345,6 +365,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         seen, bad_losses = with_patience(stats, last.bad_losses, ops)
         after = last.after(stats, applies(stats), state.scale, bad_losses, format_of(self.policy))
         return self._layout.write(self.policy.update(state, seen, ops), after)
+
+
+def _check_inner(optimizer: Any) -> None:
+    """Raises a SettingError if `optimizer` cannot be wrapped."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        named = f" Pass keras.optimizers.get({optimizer!r})." if isinstance(optimizer, str) else ""
+        raise SettingError(
+            "inner_optimizer must be a Keras optimizer such as keras.optimizers.Adam(), got "
+            f"{optimizer!r}.{named}"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        kind = type(optimizer)
+        raise SettingError(
+            "inner_optimizer must not be a LossScaleOptimizer, because gradients would be divided "
+            f"by both scales, got {kind.__module__}.{kind.__name__}. Pass its inner_optimizer."
+        )
 
 
 def _chosen(policy: Any, initial_scale: Any, growth_steps: Any) -> Policy:

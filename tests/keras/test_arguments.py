@@ -69,6 +69,31 @@ def test_wrong_setting_is_named(given: dict[str, Any], message: str) -> None:
         LossScaleOptimizer(keras.optimizers.SGD(0.1), **given)
 
 
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (
+            "adam",
+            r"must be a Keras optimizer .* got 'adam'\. Pass keras\.optimizers\.get\('adam'\)",
+        ),
+        (None, "got None"),
+        (keras.optimizers.SGD, "must be a Keras optimizer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_wrapped_is_named(inner: Any, message: str) -> None:
+    with pytest.raises(gs.SettingError, match=message):
+        LossScaleOptimizer(inner)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.LossScaleOptimizer, LossScaleOptimizer])
+def test_gradients_cannot_be_divided_by_two_scales(kind: Any) -> None:
+    wrapped = kind(keras.optimizers.SGD(0.1))
+    with pytest.raises(gs.SettingError, match=r"must not be a LossScaleOptimizer.* Pass its inner"):
+        LossScaleOptimizer(wrapped)
+    LossScaleOptimizer(wrapped.inner_optimizer)
+
+
 def test_lists_of_another_length_get_the_error_of_keras() -> None:
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
     message = "not supported" if keras.backend.backend() == "tensorflow" else "must be built"

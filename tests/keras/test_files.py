@@ -138,6 +138,62 @@ def test_scale_of_keras_own_class_is_brought_within_the_bounds(
     assert scale_of(optimizer) == ours
 
 
+def stored(optimizer: Any) -> dict[str, Any]:
+    """What a file has of `optimizer`."""
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (gs.Dynamic(), gs.Headroom(margin=3)),
+        (gs.Headroom(), gs.Dynamic()),
+        (gs.Static(4.0), gs.Dynamic()),
+        (gs.Dynamic(), gs.LogMax()),
+        (gs.Headroom(), gs.LogMax()),
+    ],
+    ids=repr,
+)
+def test_weights_of_another_policy_have_its_scale(before: Any, after: Any) -> None:
+    theirs, ours = walked(before), fresh(after)
+    ours.load_own_variables(stored(theirs))
+    assert state_of(ours) == after.init()._replace(scale=scale_of(theirs))
+    assert same(arrays(ours.inner_optimizer.variables), arrays(theirs.inner_optimizer.variables))
+    assert int(array(ours.num_steps)) == 3
+    assert int(array(ours.num_skipped)) == int(array(theirs.num_skipped)) > 0
+
+
+def test_weights_of_another_inner_optimizer_are_skipped_as_in_keras() -> None:
+    # As many variables as Keras' own class would have with momentum for three variables.
+    def made(momentum: float) -> LossScaleOptimizer:
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=momentum))
+        optimizer.build([keras.Variable(np.zeros(size, "f")) for size in (2, 3, 4)])
+        return optimizer
+
+    ours = made(0.9)
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        ours.load_own_variables(stored(made(0.0)))
+    assert state_of(ours) == ours.policy.init()
+
+
+@pytest.mark.parametrize(
+    ("saved", "policy", "scale"),
+    [
+        (2.0**40, gs.Dynamic(max_scale=2.0**20), 2.0**20),
+        (2.0**-4, gs.Dynamic(min_scale=1.0), 1.0),
+    ],
+)
+def test_scale_of_a_file_is_brought_within_the_bounds(
+    saved: float, policy: Any, scale: float
+) -> None:
+    optimizer = fresh(policy)
+    with pytest.warns(UserWarning, match="outside the range from min_scale to max_scale"):
+        optimizer.load_own_variables(stored(fresh(gs.Dynamic(init_scale=saved))))
+    assert scale_of(optimizer) == scale
+
+
 def test_file_is_read_as_those_of_keras_own_class(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     made = model(units=8)

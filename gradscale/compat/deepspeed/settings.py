@@ -51,9 +51,10 @@ def policy_from_config(config: Mapping[str, Any]) -> Dynamic | Static | Off:
             read.
 
     Raises:
-        SettingError: An entry of "fp16" is unknown, wrong, or has no counterpart here.
+        SettingError: `config` is not a mapping, or an entry of "fp16" is unknown, wrong, or has no
+            counterpart here.
     """
-    section = config.get("fp16", {})
+    section = _checked(config).get("fp16", {})
     if not isinstance(section, Mapping):
         raise SettingError(f"fp16 must be a section of settings, got {section!r}.")
     unknown = [name for name in section if name not in (*DEFAULTS, *_OTHERS)]
@@ -86,6 +87,15 @@ def policy_from_config(config: Mapping[str, Any]) -> Dynamic | Static | Off:
             "fp16.consecutive_hysteresis", found["consecutive_hysteresis"]
         ),
     )
+
+
+def _checked(config: Any) -> Mapping[str, Any]:
+    """`config`, or a SettingError if it is not a configuration in memory."""
+    if not isinstance(config, Mapping):
+        raise SettingError(
+            f"config must be a dict, got {config!r}. Read a file with json.load() first."
+        )
+    return config
 
 
 def dynamic_policy(
@@ -131,7 +141,7 @@ def config_from_policy(
     Raises:
         SettingError: DeepSpeed has no counterpart for a setting.
     """
-    base = dict(config or {})
+    base = {} if config is None else dict(_checked(config))
     section = dict(base.get("fp16", {}))
     if isinstance(policy, Off):
         section["enabled"] = False

@@ -110,6 +110,13 @@ def test_entry_that_cannot_be_translated_is_named(config: dict[str, Any], named:
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("config", ["ds_config.json", [section()]])
+def test_what_is_not_a_configuration_is_named(config: Any) -> None:
+    for call in (policy_from_config, lambda given: config_from_policy(gs.Static(8.0), given)):
+        with pytest.raises(SettingError, match=r"config must be a dict, got .*json\.load\(\)"):
+            call(config)
+
+
 @pytest.mark.parametrize(
     ("policy", "named"),
     [

@@ -109,6 +109,14 @@ def test_gradients_that_were_not_unscaled_are_warned_of() -> None:
         optimizer.apply_gradients([(keras.ops.array([1.0, 1.0]), variable)])
 
 
+def test_step_without_variables_does_nothing() -> None:
+    optimizer = LossScaleOptimizer(sgd(), initial_scale=8.0)
+    optimizer.get_scaled_loss(1.0)
+    grads = optimizer.get_unscaled_gradients([])  # all layers are frozen
+    assert int(array(optimizer.apply_gradients(zip(grads, [], strict=True)))) == 0
+    assert int(array(optimizer.num_steps)) == 0
+
+
 @pytest.mark.parametrize("kind", ["micro-batches", "groups of variables"])
 def test_overflow_in_any_call_before_a_step_lowers_the_scale(kind: str) -> None:
     first, second = keras.Variable([1.0]), keras.Variable([2.0])
