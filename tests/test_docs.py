@@ -81,6 +81,7 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "examples/qat_tensorrt.py": partial(pytest.importorskip, "onnxruntime"),
     "docs/move/transformers.md": partial(pytest.importorskip, "transformers"),
     "examples/trainer_lora.py": partial(pytest.importorskip, "peft"),
+    "docs/explain/blocks.md": torch_has.input_metadata,
     "docs/how-to/fsdp2.md": torch_has.fsdp2_on_the_cpu,
     "docs/how-to/pipeline.md": torch_has.pipeline_stages,
     "examples/fsdp2.py": torch_has.fsdp2_on_the_cpu,

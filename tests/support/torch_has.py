@@ -81,3 +81,9 @@ def reasons_of_graph_breaks() -> None:
     """`torch.compiler.disable(reason=...)` (torch 2.8)."""
     if "reason" not in inspect.signature(torch.compiler.disable).parameters:
         pytest.skip("needs torch.compiler.disable(reason=...)")
+
+
+def stances_of_the_compiler() -> None:
+    """`torch.compiler.set_stance()` (torch 2.6)."""
+    if not hasattr(torch.compiler, "set_stance"):
+        pytest.skip("needs torch.compiler.set_stance")

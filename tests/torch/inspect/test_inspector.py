@@ -543,6 +543,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_compiled_models_run_eagerly_in_samples_alone() -> None:
+    torch_has.stances_of_the_compiler()
     runs: list[bool] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import torch_has
 from gradscale.policy import Static
 from gradscale.torch import GradScaler, Inspector
 from gradscale.torch.grads.dtensor import local
@@ -24,7 +23,6 @@ def check_counts(kind: str) -> None:
     if kind == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        torch_has.fsdp2_on_the_cpu()
         from sharded_names import fully_shard
 
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

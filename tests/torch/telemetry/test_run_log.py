@@ -443,6 +443,7 @@ def test_replays_of_a_graph_are_logged() -> None:
 
 
 def test_names_from_anywhere_are_logged(tmp_path: Path) -> None:
+    torch_has.named_parameters()
     name = 'a\n"\u2028\U0001f600{'
     w = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([(name, w)], lr=0.1)
