@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torch_has
 from cpu_graph import CpuGraph, keep_in_tensors
 from gradscale import SettingError, Static, StuckError
 from gradscale.policy import GradStats
