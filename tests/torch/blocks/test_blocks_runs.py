@@ -51,6 +51,15 @@ class Recomputed(Line):
         return x + checkpoint(lambda x: torch.tanh(self.line(x)), x, use_reentrant=False)
 
 
+class Dropped(Line):
+    """Returns its input if it is `dropped`, as with stochastic depth."""
+
+    dropped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.dropped else super().forward(x)
+
+
 class Acts(nn.Module):
     """Blocks one after the other, and what happens after some of them, which can be changed."""
 
@@ -333,6 +342,20 @@ def test_weights_that_blocks_share_are_right() -> None:
         hooks.clear()
     assert near(gradients(model), gradients(reference))
     assert blocks._hooks.terms.holds
+
+
+@pytest.mark.parametrize("act", ["aside", "keep", "skip", "mean"])
+@pytest.mark.parametrize("exponents", [EXPONENTS, [0, 0, 0, 6, 6, 0, 0]], ids=str)
+def test_input_that_a_block_returns_may_be_used_before(act: str, exponents: list[int]) -> None:
+    model, blocks = settled({1: act}, exponents, kind=Dropped)
+    for place in (2, 3):
+        model.blocks[place].dropped = True
+        reference = Acts(model.acts, Dropped).double()
+        reference.load_state_dict(model.state_dict())
+        reference.blocks[place].dropped = True
+        assert near(gradients(model), gradients(reference))
+        assert blocks._hooks.terms.holds == (place == 2)
+        model.blocks[place].dropped = False
 
 
 def test_block_gets_a_hook_later() -> None:
