@@ -152,7 +152,9 @@ class BlockHooks:
             if unit is None:
                 for each in own:
                     yield from self.weights.hook(each)
-            yield last.register_forward_hook(depart, always_call=unit is not None)
+            # Others may want the gradient of the output; those of FSDP2 are inside.
+            prepend = bool(last._forward_hooks) and not any(each.gathers for each in own)
+            yield last.register_forward_hook(depart, prepend=prepend, always_call=unit is not None)
         yield self._model.register_forward_hook(self._return)
         yield self._model.register_forward_hook(self._end, always_call=True)
 
@@ -245,6 +247,8 @@ class BlockHooks:
                 ".to(device), one for each device."
             )
         self.watch(x)
+        for seen, *_ in self.made:
+            self.watch(seen)
         factor = self.factor(place, OUTSIDE)
         if is_one(factor) and not self.measures:
             return x
@@ -260,7 +264,7 @@ class BlockHooks:
         return enter_now(x, factor, self._meter(LEAVING, place), None, route, live, *leaves)
 
     def watch(self, x: Tensor) -> None:
-        """Has no gradient carried past `x`, an input of a block, if somebody wants its gradient."""
+        """Has no gradient carried past `x`, at the border of a block, if somebody wants its own."""
         if not is_untouched(x):
             self._watched.add(x.grad_fn)
 

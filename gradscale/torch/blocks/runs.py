@@ -115,6 +115,8 @@ class Runs:
         self._output: Tensor | None = None
         """What the last block has returned, if it has no border."""
         self._maker = 0
+        self._entered = 0
+        """The id of the input of the block that is running."""
         self._before: list[Tensor] = []
         """The input of the last block, if it had no border of its own."""
         self._before_maker = 0
@@ -308,6 +310,7 @@ class Runs:
                 else:
                     self.settle()
                     x = hooks.arrive(place, x)
+                self._entered = id(x)
             for owned, name, _, view in swaps:
                 owned[name] = view
             try:
@@ -326,7 +329,8 @@ class Runs:
                 self._output = None
                 self._at = number()
                 return y
-            if place in self._inner and type(y) is tensor:
+            # What came in may have been used before.
+            if place in self._inner and type(y) is tensor and id(y) != self._entered:
                 self._output, self._maker = y, place
                 self._at = number()
                 return y

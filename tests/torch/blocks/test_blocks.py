@@ -205,13 +205,21 @@ def test_kept_gradient_of_an_output_is_its_own() -> None:
     assert torch.equal(*kept)
 
 
-def test_hook_on_an_output_is_called_with_its_own_gradient() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_hook_on_an_output_is_called_with_its_own_gradient(early: bool) -> None:
     heard: list[Tensor] = []
+
+    def hook(model: nn.Module) -> None:
+        model[1].register_forward_hook(lambda m, args, out: out.register_hook(heard.append) and out)
+
     for scaled in (False, True):
         model = build(residuals)
+        if early:
+            hook(model)
         if scaled:
             plant(BlockScales(model))
-        model[1].register_forward_hook(lambda m, args, out: out.register_hook(heard.append) and out)
+        if not early:
+            hook(model)
         gradients(model, inputs(residuals))
     assert torch.equal(*heard)
 

@@ -495,6 +495,29 @@ def test_hook_on_a_tensor_before_a_block_is_called_with_its_own_gradient(when: s
     assert torch.equal(*heard)
 
 
+@pytest.mark.parametrize("num", [0, 1, 2])
+@pytest.mark.parametrize("measures", [True, False])
+def test_output_whose_gradient_is_kept_gets_it_through_operations(measures: bool, num: int) -> None:
+    kept: list[Tensor] = []
+
+    def act(x: Tensor) -> Tensor:
+        x.retain_grad()
+        kept.append(x)
+        for _ in range(num):
+            x = torch.sin(x)
+        return x
+
+    x = torch.randn(2, WIDTH)
+    expected = gradients(build(lambda: Chain(act)), x)
+    model = build(lambda: Chain(act))
+    blocks = BlockScales(model)
+    if not measures:
+        calm(blocks)
+    plant(blocks, [7, 7, 3, 5, 5])
+    assert same(gradients(model, x), expected)
+    assert torch.equal(*[each.grad for each in kept])
+
+
 class Around(Chain):
     """The input of block 3, whose gradient is halved and kept, is also added to its output."""
 

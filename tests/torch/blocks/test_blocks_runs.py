@@ -51,6 +51,15 @@ class Recomputed(Line):
         return x + checkpoint(lambda x: torch.tanh(self.line(x)), x, use_reentrant=False)
 
 
+class Dropped(Line):
+    """Returns its input if it is `dropped`, as with stochastic depth."""
+
+    dropped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.dropped else super().forward(x)
+
+
 class Acts(nn.Module):
     """Blocks one after the other, and what happens after some of them, which can be changed."""
 
@@ -332,6 +341,19 @@ def test_weights_that_blocks_share_are_right() -> None:
     for hooks in (module._forward_pre_hooks for module in reference.modules()):
         hooks.clear()
     assert near(gradients(model), gradients(reference))
+    assert blocks._hooks.terms.holds
+
+
+@pytest.mark.parametrize("act", ["aside", "keep", "skip", "mean"])
+@pytest.mark.parametrize("exponents", [EXPONENTS, [0, 0, 0, 6, 6, 0, 0]], ids=str)
+def test_input_that_a_block_returns_may_be_used_before(act: str, exponents: list[int]) -> None:
+    model, blocks = settled({1: act}, exponents, kind=Dropped)
+    model.blocks[2].dropped = True
+    reference = Acts(model.acts, Dropped).double()
+    reference.load_state_dict(model.state_dict())
+    reference.blocks[2].dropped = True
+    for _ in range(2):
+        assert near(gradients(model), gradients(reference))
     assert blocks._hooks.terms.holds
 
 
