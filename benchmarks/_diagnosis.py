@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ def diagnose(
     steps: int = STEPS,
     every: int = EVERY,
 ) -> list[Finding]:
-    """Trains a model, and returns what the log and the inspector found, in that order."""
+    """Trains a model, and returns what the inspector and the log found, in that order."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if scaler is None:
@@ -86,13 +86,17 @@ def diagnose(
         inspector.replay(lambda: loss_of(steps))
     inspector.close()
     scaler.flush()
-    logged = [line["finding"] for line in lines if line["kind"] == "finding"]
-    found = [Finding.from_dict(fields) for fields in logged]
+    found = logged(lines)
     # The log has a finding from when it was first seen; the inspector has the last word on its own.
     last = inspector.findings()
     own = {(f.kind, f.where) for f in last}
     records = [f for f in found if f.kind in RECORDS and (f.kind, f.where) not in own]
-    return [*last, *records]
+    return [*last, *records] or found  # nothing may be wrong at any time in a healthy run
+
+
+def logged(lines: Iterable[Mapping[str, Any]]) -> list[Finding]:
+    """The findings among the lines of a log."""
+    return [Finding.from_dict(line["finding"]) for line in lines if line["kind"] == "finding"]
 
 
 RECORDS = {"losses-unbalanced", "stuck", "skips-too-often", "scale-too-low"}

@@ -149,6 +149,26 @@ class Attention(nn.Module):
         return self.head(self.mix(self.embed(x), mask)).mean(1)
 
 
+class Scores(nn.Module):
+    """Of every token with those before it: minus infinity with those after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(1, 2) / math.sqrt(x.shape[-1])
+        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+
+
+class Causal(nn.Module):
+    """Attention whose scores are a module."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed, self.scores, self.head = nn.Linear(8, width), Scores(), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.scores(x).softmax(-1) @ x).mean(1)
+
+
 def sequences(model: nn.Module, tokens: int = 12) -> LossOf:
     def loss_of(number: int) -> Tensor:
         x, _ = batch(number, size=16 * tokens)
@@ -177,10 +197,10 @@ class Pooled(nn.Module):
 class Grow(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.linear, self.factor = nn.Linear(16, 16), factor
+        self.linear, self.factor, self.kept = nn.Linear(16, 16), factor, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.factor * (x + self.linear(x))
+        return self.factor * (x + self.kept * self.linear(x))
 
 
 class Residuals(nn.Module):

@@ -16,78 +16,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import _healthy_runs as healthy
 import _ill_runs as ill
-import _patients as models
 import torch
-from _diagnosis import EVERY, STEPS, Case, Verdict, diagnose, torchs_loop
-from torch import Tensor, nn
-from torch.nn import functional
-
-from gradscale.monitor.findings import Finding
-from gradscale.torch import GradScaler, Inspector
+from _diagnosis import Case, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "illnesses.md"
-
-
-# Healthy runs.
-
-
-def healthy_mlp() -> list[Finding]:
-    model = models.mlp()
-    return diagnose(model, models.regression(model), step=torchs_loop)
-
-
-def healthy_cnn() -> list[Finding]:
-    model = models.cnn()
-    return diagnose(model, models.images(model))
-
-
-def healthy_gpt() -> list[Finding]:
-    model = models.gpt()
-
-    def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    return diagnose(model, models.text(model), step=step)
-
-
-def healthy_lstm() -> list[Finding]:
-    model = models.Recurrent()
-    return diagnose(model, models.sequences(model))
-
-
-def healthy_gan() -> list[Finding]:
-    """Two networks that take turns, each with an inspector, one scaler and two updates."""
-    generator, critic = models.mlp(), models.mlp(inputs=1)
-    pair = [torch.optim.Adam(m.parameters(), lr=1e-4) for m in (generator, critic)]
-    scaler = GradScaler("cpu")
-    inspectors = [Inspector(m, scaler, every=EVERY) for m in (generator, critic)]
-    for number in range(STEPS):
-        x, real = models.batch(number)
-        for turn in (1, 0):
-            pair[turn].zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                fake = generator(x)
-                if turn:
-                    gain = critic(real).float().mean() - critic(fake.detach()).float().mean()
-                    loss = functional.softplus(-gain)
-                else:
-                    loss = functional.softplus(-critic(fake).float()).mean()
-            scaler.scale(loss).backward()
-            scaler.step(pair[turn])
-            scaler.update()
-    return [finding for inspector in inspectors for finding in inspector.findings()]
-
-
-def healthy_lora() -> list[Finding]:
-    model = models.lora(models.gpt())
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    return diagnose(model, models.text(model), optimizer=optimizer)
 
 
 ILL = [
@@ -149,12 +83,18 @@ ILL = [
     Case("a checkpoint with a NaN", "weights-not-finite", "2.weight", ill.bad_checkpoint),
 ]
 HEALTHY = [
-    Case("MLP, torch's loop", "", "", healthy_mlp),
-    Case("CNN with batch norm", "", "", healthy_cnn),
-    Case("GPT, gradients clipped", "", "", healthy_gpt),
-    Case("LSTM", "", "", healthy_lstm),
-    Case("GAN, two updates", "", "", healthy_gan),
-    Case("GPT with LoRA", "", "", healthy_lora),
+    Case("MLP, torch's loop", "", "", healthy.mlp),
+    Case("CNN with batch norm", "", "", healthy.cnn),
+    Case("GPT, gradients clipped", "", "", healthy.gpt),
+    Case("LSTM", "", "", healthy.lstm),
+    Case("GAN, two updates", "", "", healthy.gan),
+    Case("GAN, one update, the critic's pass goes through the generator", "", "", healthy.gan_once),
+    Case("GPT with LoRA", "", "", healthy.lora),
+    Case("an expert that gets tokens in every fourth step", "", "", healthy.rare_expert),
+    Case("stochastic depth", "", "", healthy.stochastic_depth),
+    Case("distillation of a fixed network", "", "", healthy.fixed_target),
+    Case("masked scores, and a scale that begins too high", "", "", healthy.masked_scores),
+    Case("bfloat16 weights, learning rate 0 at first", "", "", healthy.warm_up),
 ]
 
 

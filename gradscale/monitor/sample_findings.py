@@ -34,6 +34,9 @@ ENOUGH = 64
 DEAD_SAMPLES = 3
 """Samples without a gradient that make a parameter dead: the first factor of LoRA has none in the
 first step, because the second is zero, and an expert may have no tokens in one batch."""
+DEAD_STEPS = 20
+"""Steps from the first to the last of them: with stochastic depth, a layer may be left out of every
+second step. What changed between samples is no dead parameter."""
 LOST = 0.5
 """Share of 16-bit weights that a step left as they were. Healthy: no 16-bit weights without
 masters, or steps larger than half of their last bit: < 0.3."""
@@ -246,8 +249,9 @@ def _is_cut_off(sample: Sample, replays: Sequence[Sample]) -> bool:
 
 def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:
     """Parameters that never had a gradient other than zero, though others had."""
-    trained = [s for s in runs if any(t.counts for t in s.of(WEIGHT_GRAD))]
-    if len(trained) < DEAD_SAMPLES:
+    applied = [sample for sample in runs if sample.fact("applied").get("", 1.0)]
+    trained = [s for s in applied if any(t.counts for t in s.of(WEIGHT_GRAD))]
+    if len(trained) < DEAD_SAMPLES or trained[-1].step - trained[0].step < DEAD_STEPS:
         return
     alive: set[str] = set()
     known: dict[str, None] = {}

@@ -127,7 +127,8 @@ FACTS = {
     "scale": "the scale of the gradients",
     "loss_finite": "1: the loss was finite, 0: it was not",
     "no_grad": "1: the parameter had no gradient in this iteration, though others had one",
-    "trained_between": "1: the parameter, without a gradient in the last sample, has changed since",
+    "trained_between": "1: the parameter, whose gradient was zero or missing in the last sample, "
+    "has changed since, and not by weight decay alone",
     "update_lost": "share of the weights with a gradient that the step left as they were",
     "weights_spoilt": "1: weights of the parameter were not finite before the iteration",
     "weights_nonfinite": "1: weights of the parameter are not finite after the step",

@@ -88,14 +88,22 @@ def test_zeros_that_a_replay_shows_to_be_made_are_an_underflow(flushed: int, exp
 
 def test_a_gradient_that_is_always_zero_is_dead_from_the_third_sample_on() -> None:
     zero = grad("a.b.w", counts=(), zeros=10), grad("a.c.w", counts=(), zeros=10), grad("d.w")
-    assert found(*(sample(n, *zero) for n in range(2))) == []
-    assert found(*(sample(n, *zero) for n in range(3))) == [("dead-gradient", "a")]
-    alive = sample(3, grad("a.b.w"), *zero[1:])
-    assert found(*(sample(n, *zero) for n in range(3)), alive) == [("dead-gradient", "a.c")]
-    none = [sample(n, grad("d.w"), no_grad={"d.x": 1.0}) for n in range(3)]
+    assert found(*(sample(n, *zero) for n in (1, 21))) == []
+    assert found(*(sample(n, *zero) for n in (1, 11, 21))) == [("dead-gradient", "a")]
+    alive = sample(31, grad("a.b.w"), *zero[1:])
+    assert found(*(sample(n, *zero) for n in (1, 11, 21)), alive) == [("dead-gradient", "a.c")]
+    none = [sample(n, grad("d.w"), no_grad={"d.x": 1.0}) for n in (1, 11, 21)]
     assert found(*none) == [("dead-gradient", "d.x")]
-    cancels = [sample(n, grad("d.w"), grad("d.b", counts=(), zeros=4)) for n in range(3)]
+    cancels = [sample(n, grad("d.w"), grad("d.b", counts=(), zeros=4)) for n in (1, 11, 21)]
     assert found(*cancels) == []
+
+
+def test_a_gradient_that_is_zero_for_a_few_steps_or_while_steps_are_skipped_is_not_dead() -> None:
+    zero = grad("a.b.w", counts=(), zeros=10), grad("d.w")
+    assert found(*(sample(n, *zero) for n in range(1, 21))) == []
+    assert found(*(sample(n, *zero) for n in range(1, 22))) == [("dead-gradient", "a")]
+    skipped = sample(1, *zero, applied={"": 0.0})
+    assert found(skipped, *(sample(n, *zero) for n in (2, 11, 21))) == []
 
 
 def test_updates_are_lost_if_steps_were_applied() -> None:
@@ -221,9 +229,9 @@ def test_zeros_alone_are_underflow_unless_what_they_follow_from_fits(
 
 
 def test_a_parameter_that_changes_between_samples_is_not_dead() -> None:
-    unused = [sample(n, grad("a.w"), no_grad={"b.w": 1.0}) for n in range(4)]
+    unused = [sample(n, grad("a.w"), no_grad={"b.w": 1.0}) for n in (1, 11, 21)]
     assert found(*unused) == [("dead-gradient", "b")]
-    turn = sample(4, grad("a.w"), no_grad={"b.w": 1.0}, trained_between={"b.w": 1.0})
+    turn = sample(31, grad("a.w"), no_grad={"b.w": 1.0}, trained_between={"b.w": 1.0})
     assert found(*unused, turn) == []
 
 

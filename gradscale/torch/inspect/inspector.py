@@ -15,7 +15,7 @@ from gradscale.errors import SettingError
 from gradscale.monitor.findings import Finding
 from gradscale.monitor.sample_findings import from_samples
 from gradscale.monitor.sample_table import table
-from gradscale.monitor.samples import Sample
+from gradscale.monitor.samples import WEIGHT_GRAD, Sample
 from gradscale.runlog.lines import finding_line, sample_line
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.inspect.compiled import Eager
@@ -24,7 +24,7 @@ from gradscale.torch.inspect.link import ScalerLink
 from gradscale.torch.inspect.pending import Pending
 from gradscale.torch.inspect.probe import Probe, Subject
 from gradscale.torch.inspect.replay import replay
-from gradscale.torch.inspect.weights import Numbers, Weights
+from gradscale.torch.inspect.weights import Idle, Numbers, Weights
 from gradscale.torch.tenants import Tenancy, has_tenant
 
 KEPT = 1000
@@ -78,7 +78,7 @@ class Inspector:
         if scaler is not None:
             self._link = ScalerLink(scaler, self._end_iteration, self._subject.params)
         self._tables: dict[torch.device, Counts] = {}
-        self._idle: dict[str, Tensor] = {}
+        self._idle = Idle()
         self._window: _Window | None = None
         self._pending: deque[Pending] = deque()
         self._samples: deque[Sample] = deque(maxlen=KEPT)
@@ -204,7 +204,12 @@ class Inspector:
     def _collect(self, wait: bool) -> None:
         """Reads the samples that have arrived, or all, and writes them to the log of the run."""
         while self._pending and (wait or self._pending[0].arrived()):
-            self._take(self._pending.popleft().read())
+            sample = self._pending.popleft().read()
+            for tensor in sample.of(WEIGHT_GRAD):
+                if tensor.zeros == tensor.numel:
+                    param = self._subject.params[tensor.name]
+                    self._idle.keep(tensor.name, param, decays=True)
+            self._take(sample)
 
     def _take(self, sample: Sample) -> None:
         """Keeps a sample, and writes it and what it shows to the log of the run."""
@@ -230,7 +235,7 @@ class _Window:
         link: ScalerLink | None,
         stepped: list[Tensor] | None,
         looks_back: bool,
-        idle: dict[str, Tensor],
+        idle: Idle,
     ) -> None:
         self.iterations = 0
         self._subject, self._tables, self._eager = subject, tables, eager
@@ -249,10 +254,12 @@ class _Window:
             self._handles = link.hook_steps(self.weights.at_step)
 
     def _at_pass(self) -> None:
-        """Looks at gradients when the first pass begins."""
+        """Looks at gradients when a pass begins."""
         if self._looks_back:
             self._looks_back = False
-            self.weights.at_pass(self._stepped)
+            self.weights.at_first_pass(self._stepped)
+        else:
+            self.weights.at_later_pass()
 
     def close(self) -> None:
         """Removes every hook."""
@@ -265,13 +272,14 @@ class _Window:
     def end(self, number: int, link: ScalerLink | None, stepped: list[Tensor] | None) -> Pending:
         """What was counted, on its way to the host."""
         self.close()
+        trained = None if link is None else link.trained()
         with torch.no_grad():
             if self.probe.passes:
-                masters = () if link is None else link.with_masters()
-                self.weights.end(stepped, masters, self.probe.with_grad)
+                exact = () if link is None else link.exact()
+                self.weights.end(stepped, exact, self.probe.with_grad)
             counts = [(table.send(), list(table.numels)) for table in self._tables.values()]
             self.probe.trail.send()
             facts = [self.weights.send()]
             if link is not None:
                 facts.append(Numbers(link.numbers()))
-        return Pending(self._subject, self.probe, counts, facts, number)
+        return Pending(self._subject, self.probe, counts, facts, number, trained)

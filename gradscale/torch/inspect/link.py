@@ -64,16 +64,23 @@ class ScalerLink:
         entries = self._pipeline.entries.all
         return [p for entry in entries if entry.stage is STEPPED for p in entry.stepped_params]
 
-    def with_masters(self) -> list[Tensor]:
-        """The parameters whose steps add up in masters."""
+    def trained(self) -> list[Tensor] | None:
+        """The parameters of all optimizers that the scaler has seen; None if it has seen none."""
+        groups = [g for entry in self._pipeline.entries.all for g in entry.param_groups()]
+        return [param for group in groups for param in group["params"]] or None
+
+    def exact(self) -> list[Tensor]:
+        """The parameters whose steps lose nothing: they add up in masters, or are zero."""
         found = []
         for entry in self._pipeline.entries.all:
-            params = [p for group in entry.param_groups() for p in group["params"]]
             state = getattr(entry.optimizer, "state", {})
-            for param in params:
-                kept = state.get(param, {})
-                if entry.masters is not None or MASTER in kept or LOW_BITS in kept:
-                    found.append(param)
+            for group in entry.param_groups():
+                lr = group.get("lr")  # as a tensor, it would have to be waited for
+                still = isinstance(lr, int | float) and lr == 0
+                for param in group["params"]:
+                    kept = state.get(param, {})
+                    if still or entry.masters is not None or MASTER in kept or LOW_BITS in kept:
+                        found.append(param)
         return found
 
     def aside(self) -> bool:
@@ -116,12 +123,18 @@ class ScalerLink:
         self._skips = max([self._skips, *skips])
         return new
 
-    def hook_steps(self, at_step: Callable[[Tensor | float], None]) -> list[RemovableHandle]:
-        """Calls `at_step` before every step, with what gives gradients the scale of the pass."""
+    def hook_steps(
+        self, at_step: Callable[[Tensor | float, list[Tensor]], None]
+    ) -> list[RemovableHandle]:
+        """Calls `at_step` before every step.
+
+        With what gives gradients the scale of the pass, and the parameters of the optimizer.
+        """
 
         def before(entry: OptimizerEntry, *_: Any) -> None:
             unscaled = entry.stage is UNSCALED or entry.unscaled_in is not None
-            at_step(self.scale() if unscaled else 1.0)
+            params = [param for group in entry.param_groups() for param in group["params"]]
+            at_step(self.scale() if unscaled else 1.0, params)
 
         handles = []
         for entry in self._pipeline.entries.all:

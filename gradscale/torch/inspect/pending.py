@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradscale.formats import FLOAT16
 from gradscale.monitor.samples import (
@@ -35,6 +36,7 @@ class Pending:
         counts: The tables, and how many elements were counted in each row.
         facts: Named numbers.
         number: The iteration, where no scaler counts updates.
+        trained: The parameters of optimizers; None: all that require gradients.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Pending:
         counts: Sequence[tuple[Sent, list[int]]],
         facts: Sequence[Numbers],
         number: int,
+        trained: Iterable[Tensor] | None = None,
     ) -> None:
         self._subject, self._probe = subject, probe
+        self._trained = None if trained is None else {id(param) for param in trained}
         self._counts, self._facts, self._number = counts, facts, number
 
     def arrived(self) -> bool:
@@ -60,14 +64,16 @@ class Pending:
         tensors = self.tensors(scale)
         trail = self._probe.trail
         ranges = trail.read()
+        loss_finite = numbers.get(("loss_finite", "")) == 1.0
         bad = [t.name for t in tensors if t.kind == WEIGHT_GRAD and t.infs + t.nans]
         owners = [self._subject.owner(name) for name in bad]
         facts = _facts(numbers)
-        if not trail.data_is_finite(ranges):
+        if not trail.data_is_finite(ranges, loss_finite):
             facts.append(("data_nonfinite", "", 1.0))
         if self._probe.passes and self._probe.with_grad:
             for name, param in self._subject.params.items():
-                if param.requires_grad and name not in self._probe.with_grad:
+                trained = self._trained is None or id(param) in self._trained
+                if trained and param.requires_grad and name not in self._probe.with_grad:
                     facts.append(("no_grad", name, 1.0))
         calls = self._probe.calls
         whole = calls.get("", 0)
@@ -77,7 +83,7 @@ class Pending:
             step=step,
             format=self.format(),
             tensors=tensors,
-            first_nonfinite=trail.first_nonfinite(ranges, owners),
+            first_nonfinite=trail.first_nonfinite(ranges, owners, loss_finite),
             facts=tuple(facts),
         )
 

@@ -112,16 +112,22 @@ class Trail:
         ]
 
     def first_nonfinite(
-        self, ranges: Sequence[Range], bad_weights: Sequence[str], root: str = ""
+        self,
+        ranges: Sequence[Range],
+        bad_weights: Sequence[str],
+        loss_finite: bool = False,
+        root: str = "",
     ) -> tuple[str, str, float, float] | None:
         """Where the first value that is not finite appeared, and the range of what was put in.
 
         None unless it did harm, to a gradient of a weight or an output of the model: an infinity
-        that stays inside, as in a mask, or that a ReLU takes out again, does none.
+        that stays inside, as in a mask, or that a ReLU takes out again, does none. Nor does minus
+        infinity, as in scores that are masked, if nothing after it but gradients is not finite.
 
         Args:
             ranges: Those of all events.
             bad_weights: The modules of the weights whose gradients were not finite.
+            loss_finite: Whether the loss is known to have been finite.
             root: The name of the model.
         """
         pairs = list(zip(self.events, ranges, strict=True))
@@ -131,7 +137,10 @@ class Trail:
         outputs = [ranges[place] for place in self.outputs]
         if not (bad_weights or any(map(_harms, outputs))):
             return None
+        masks = self._only_masks(ranges, loss_finite)
         for event, each in pairs:
+            if masks:
+                break
             if event.kind == OUTPUT and not each.finite():
                 if math.isfinite(each.high) and any(ranges[i].is_mask() for i in event.inputs):
                     continue  # it has added a mask
@@ -157,12 +166,21 @@ class Trail:
         came = [i for i in given if self.events[i].name == where and ranges[i].finite()]
         return (where, "backward", *self._span(ranges, came))
 
-    def data_is_finite(self, ranges: Sequence[Range], root: str = "") -> bool:
+    def data_is_finite(
+        self, ranges: Sequence[Range], loss_finite: bool = False, root: str = ""
+    ) -> bool:
         """Whether everything that the model was given is finite, masks aside."""
-        return not any(
+        return self._only_masks(ranges, loss_finite) or not any(
             event.kind == INPUT and event.name == root and not each.finite() and not each.is_mask()
             for event, each in zip(self.events, ranges, strict=True)
         )
+
+    def _only_masks(self, ranges: Sequence[Range], loss_finite: bool) -> bool:
+        """Whether minus infinity is all that was not finite in the forward pass."""
+        forward = [
+            each for event, each in zip(self.events, ranges, strict=True) if event.kind < GRAD
+        ]
+        return loss_finite and all(each.low < math.inf and each.high < math.inf for each in forward)
 
     def _span(self, ranges: Sequence[Range], places: Sequence[int]) -> tuple[float, float]:
         """The range of several events together; NaN without any."""

@@ -22,17 +22,50 @@ COMPARED = 4096
 HALVES = (torch.float16, torch.bfloat16)
 
 
+class Idle:
+    """Some elements of the weights that had no gradient, or only zeros, in the sample before."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Tensor, bool]] = {}
+
+    def keep(self, name: str, param: Tensor, *, decays: bool) -> None:
+        """Keeps elements of `param` as they are now.
+
+        Args:
+            name: The name of the parameter.
+            param: The parameter.
+            decays: Whether an optimizer can apply weight decay to it. It skips those without a
+                gradient, but not those whose gradient is zero.
+        """
+        self._kept[name] = _some(local(param)).clone(), decays
+
+    def changed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of every parameter that was kept, whether a step has changed it since; forgets them."""
+        found = {}
+        for name, (before, decays) in self._kept.items():
+            now = _some(local(params[name]))
+            if now.shape != before.shape or now.device != before.device:
+                continue
+            moved = now != before
+            if decays:
+                # Weight decay makes every weight smaller, a gradient about half of them.
+                found[name] = ((now.abs() > before.abs()).sum() * 8 > moved.sum()).float()
+            else:
+                found[name] = moved.any().float()
+        self._kept = {}
+        return found
+
+
 class Weights:
     """The weights of one sampled iteration.
 
     Args:
         params: Those of the model, by name.
-        idle: Some elements of the weights that had no gradient in the sample before, as they were
-            at its end; replaced by those of this sample.
+        idle: The weights without a gradient in the sample before; replaced by those of this one.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], idle: dict[str, Tensor] | None = None) -> None:
-        self._idle = {} if idle is None else idle
+    def __init__(self, params: Mapping[str, Tensor], idle: Idle | None = None) -> None:
+        self._idle = Idle() if idle is None else idle
         plain = {name: p for name, p in params.items() if local(p).dtype in FLOATING}
         self._params = {n: p for n, p in plain.items() if local(p).numel() and not p.is_meta}
         # In float32 a step that changes nothing is a small learning rate, as in a warm-up.
@@ -41,6 +74,7 @@ class Weights:
         self._before: list[Tensor] = []
         self._grads: dict[str, Tensor] = {}
         self._left: dict[str, Tensor] = {}
+        self._left_at_step: set[str] = set()
         self._numbers: dict[tuple[str, str], Tensor] = {}
         """Facts on the device, by their names and where they are."""
 
@@ -48,13 +82,10 @@ class Weights:
         """Keeps some of the weights, as they are before the step."""
         self._before = [_some(local(self._params[name])).clone() for name in self._halves]
         self._note_sizes("weights_before")
-        for name, before in self._idle.items():
-            now = _some(local(self._params[name]))
-            if now.shape == before.shape and now.device == before.device:
-                self._numbers["trained_between", name] = (now != before).any().float()
-        self._idle.clear()
+        for name, changed in self._idle.changed(self._params).items():
+            self._numbers["trained_between", name] = changed
 
-    def at_pass(self, stepped: Iterable[Tensor] | None) -> None:
+    def at_first_pass(self, stepped: Iterable[Tensor] | None) -> None:
         """Looks for gradients that were there before the first pass of the iteration.
 
         Args:
@@ -66,6 +97,19 @@ class Weights:
                 value = gradient(param)
                 if value is not None:
                     self._left[name] = torch.linalg.vector_norm(value, math.inf)
+
+    def at_later_pass(self) -> None:
+        """Drops the gradients of before that were cleared meanwhile and that no step has used.
+
+        In a GAN, the pass of the critic may add to the gradients of the generator, which are
+        cleared before its own pass.
+        """
+        for name in [name for name in self._left if name not in self._left_at_step]:
+            grad = gradient(self._params[name])
+            if grad is None:
+                del self._left[name]
+            else:
+                self._left[name] = self._left[name] * (grad != 0).any()
 
     def after_pass(self) -> None:
         """Keeps what the last pass left: some of the gradients, and their norm."""
@@ -84,27 +128,29 @@ class Weights:
         norms = torch._foreach_norm(grads, 2, torch.float32)
         return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
-    def at_step(self, scale: Tensor | float) -> None:
-        """Keeps the norm of the gradients that an optimizer steps with, times `scale`."""
+    def at_step(self, scale: Tensor | float, params: Iterable[Tensor]) -> None:
+        """Keeps the norm of the gradients that the optimizer of `params` uses, times `scale`."""
         self._numbers["norm_used", ""] = self.norm() * scale
+        used = {id(param) for param in params}
+        self._left_at_step |= {name for name in self._left if id(self._params[name]) in used}
 
     def end(
         self,
         stepped: Iterable[Tensor] | None,
-        with_masters: Iterable[Tensor],
+        exact: Iterable[Tensor],
         with_grad: Collection[str],
     ) -> None:
         """Looks at the weights after the step.
 
         Args:
             stepped: The parameters that were stepped; None: all.
-            with_masters: Those whose steps add up in masters of more bits.
+            exact: Those whose steps lose nothing to rounding.
             with_grad: The names of those that had a gradient.
         """
         for name, param in self._params.items():
             if param.requires_grad and name not in with_grad:
-                self._idle[name] = _some(local(param)).clone()
-        kept = {id(param) for param in with_masters}
+                self._idle.keep(name, param, decays=False)
+        kept = {id(param) for param in exact}
         used = None if stepped is None else {id(param) for param in stepped}
         for name, before in zip(self._halves, self._before, strict=False):
             param, grad = self._params[name], self._grads.get(name)

@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import _diagnosis  # noqa: E402
+import _healthy_runs  # noqa: E402
 import illnesses  # noqa: E402
 from _diagnosis import Case, Verdict  # noqa: E402
 from illnesses import HEALTHY, ILL, judge, table  # noqa: E402
 
-from gradscale.monitor.findings import KINDS  # noqa: E402
+from gradscale.monitor.findings import KINDS, Finding  # noqa: E402
 from gradscale.torch import Inspector  # noqa: E402
 
 QUICK = (
@@ -22,6 +23,12 @@ QUICK = (
     "Adam's eps in float16",
     "bfloat16 weights and small steps",
     "MLP, torch's loop",
+    "GAN, one update, the critic's pass goes through the generator",
+    "an expert that gets tokens in every fourth step",
+    "stochastic depth",
+    "distillation of a fixed network",
+    "masked scores, and a scale that begins too high",
+    "bfloat16 weights, learning rate 0 at first",
 )
 """Those that `make test` runs: about a second each."""
 ALL = [
@@ -43,7 +50,7 @@ def test_run_has_the_finding_that_was_planted(case: Case) -> None:
 def test_healthy_runs_have_no_finding_whatever_the_seed(
     case: Case, every: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (illnesses, _diagnosis):
+    for module in (_healthy_runs, _diagnosis):
         monkeypatch.setattr(module, "Inspector", lambda *args, **_: Inspector(*args, every=every))
     torch.manual_seed(seed)
     assert case.train() == []
@@ -58,7 +65,7 @@ def test_every_kind_of_finding_from_samples_is_planted() -> None:
 
 def test_a_wrong_finding_is_noticed() -> None:
     case = Case("x", "underflow", "a", list)
-    found = illnesses.Finding.of("underflow", "Evidence.", "b")
+    found = Finding.of("underflow", "Evidence.", "b")
     assert not Verdict(case, []).right()
     assert not Verdict(case, [found]).right()
     assert Verdict(case._replace(where="b"), [found]).right()

@@ -203,8 +203,8 @@ class Pair(nn.Module):
 
 
 def test_modules_that_are_used_twice_and_parameters_without_gradient_are_facts() -> None:
-    loop = Loop(Pair(), every=1)
-    for _ in range(3):
+    loop = Loop(Pair(), every=10)
+    for _ in range(21):
         loop.step()
     sample = loop.inspector.samples[-1]
     assert sample.fact("used_twice") == {"twice": 2.0}
@@ -602,3 +602,67 @@ def test_fsdp2_is_counted_by_the_local_part(one_rank: Any) -> None:
     assert loop.inspector.findings() == []
     with pytest.raises(SettingError, match="before fully_shard"):
         loop.inspector.replay(lambda: model(torch.ones(1, 8)).sum())
+
+
+class Scores(nn.Module):
+    """A layer, and scores with minus infinity in one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scores = nn.Linear(8, 8), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scores."""
+        hidden = self.first(x).float()
+        return self.scores(hidden.index_fill(1, torch.tensor([0]), -math.inf))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_minus_infinity_is_a_mask_only_while_the_loss_is_finite(finite: bool) -> None:
+    torch.manual_seed(0)
+    model = Scores()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu", policy=Static(init_scale=2.0**30), on_stuck="ignore")
+    inspector = Inspector(model, scaler, every=1)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(torch.randn(16, 8))
+    loss = out.softmax(1)[:, 1].sum() if finite else -out.sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    (sample,) = inspector.samples
+    assert sample.first_nonfinite is not None
+    assert sample.first_nonfinite[1] == ("backward" if finite else "forward")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("used", [True, False])
+def test_gradients_of_before_count_if_a_step_used_them(used: bool, to_none: bool) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    inspector = Inspector(model, scaler, every=1)
+    for _ in range(4):
+        for turn in range(2):
+            scaler.scale(model(torch.randn(16, 8)).square().mean()).backward()
+            if used == (turn == 0):
+                scaler.step(optimizer)
+            if turn == 0:
+                optimizer.zero_grad(set_to_none=to_none)
+        scaler.update()
+    kinds = {finding.kind for finding in inspector.findings()}
+    assert kinds == ({"gradients-not-cleared"} if used else set())
+
+
+@pytest.mark.parametrize(("trained", "dead"), [(False, ["heads.1"]), (True, [])])
+def test_weight_decay_is_no_training(trained: bool, dead: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"heads": nn.ModuleList(nn.Linear(8, 4) for _ in range(2))})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scaler = GradScaler("cpu")
+    inspector = Inspector(model, scaler, every=4)
+    for number in range(21):
+        outs = [head(torch.randn(16, 8)).square().mean() for head in model["heads"]]
+        scaler.backward(outs[0] + outs[1] * float(trained and number % 4 == 2))
+        scaler.apply(optimizer)
+    assert [finding.where for finding in inspector.findings()] == dead
