@@ -68,14 +68,10 @@ class Precision:
         def cast(path: Any, node: Any) -> Any:
             keeps = kept(node) or any(self._keeps(_name(key)) for key in path)
             dtype = self.params if keeps else self.compute
-            new = jax.tree.map(lambda leaf: _cast(leaf, dtype), node)
-            # Not a copy where nothing is cast: NNX modules write statistics and counters of random
-            # numbers into their variables, which the caller has to see.
-            same = map(operator.is_, jax.tree.leaves(new), jax.tree.leaves(node))
-            return node if all(same) else new
+            return jax.tree.map(lambda part: _cast_whole(part, dtype), node, is_leaf=_is_variable)
 
         return jax.tree_util.tree_map_with_path(
-            cast, tree, is_leaf=lambda node: kept(node) or _is_variable(type(node))
+            cast, tree, is_leaf=lambda node: kept(node) or _is_variable(node)
         )
 
     def cast_to_output(self, tree: Any) -> Any:
@@ -106,12 +102,23 @@ def _is_state(kind: type) -> bool:
     return kind.__name__ == "State" and kind.__module__.startswith("equinox.")
 
 
-def _is_variable(kind: type) -> bool:
-    """Whether `kind` is an NNX `Variable`."""
+def _is_variable(node: Any) -> bool:
+    """Whether `node` is an NNX `Variable`."""
     return any(
         base.__name__ == "Variable" and base.__module__.startswith("flax.nnx")
-        for base in kind.__mro__
+        for base in type(node).__mro__
     )
+
+
+def _cast_whole(part: Any, dtype: Any) -> Any:
+    """`part`, an array or a `Variable`, in `dtype`; if nothing is cast, not a copy.
+
+    NNX modules write statistics and counters of random numbers into their variables, which the
+    caller has to see.
+    """
+    new = jax.tree.map(lambda leaf: _cast(leaf, dtype), part)
+    same = map(operator.is_, jax.tree.leaves(new), jax.tree.leaves(part))
+    return part if all(same) else new
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
