@@ -71,7 +71,7 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "docs/move/mxnet.md": partial(pytest.importorskip, "mxnet"),
     "docs/move/keras.md": partial(pytest.importorskip, "keras"),
     "examples/keras_fit.py": partial(pytest.importorskip, "keras"),
-    "docs/how-to/jax.md": partial(pytest.importorskip, "optax"),
+    "docs/how-to/jax.md": lambda: [*map(pytest.importorskip, ("optax", "equinox", "flax"))],
     "examples/jax_equinox.py": partial(pytest.importorskip, "equinox"),
     "examples/jax_flax_nnx.py": partial(pytest.importorskip, "flax"),
     "examples/jax_optax.py": partial(pytest.importorskip, "optax"),

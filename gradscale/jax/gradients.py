@@ -88,10 +88,10 @@ def scaled_value_and_grad(
     """
 
     def value_and_scaled_grad(scale: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not (isinstance(scale, int | float) or hasattr(scale, "dtype")) or jnp.shape(scale):
+        if not is_number(scale):
             raise SettingError(
                 "The first argument must be the scale, such as scale_of(opt_state), and those of "
-                f"the function follow it, got {_described(scale)}."
+                f"the function follow it, got {described(scale)}."
             )
         scale = lax.stop_gradient(jnp.asarray(scale, dtype=jnp.float32))
 
@@ -172,7 +172,7 @@ def value_and_grad(
         if not hasattr(state, "scale"):
             raise SettingError(
                 "The first argument must be the state of the policy, such as init(policy), and "
-                f"those of the function follow it, got {_described(state)}."
+                f"those of the function follow it, got {described(state)}."
             )
         result, grads = inner(state.scale, *args, **kwargs)
         if average:
@@ -208,7 +208,12 @@ def grad(
     return f
 
 
-def _described(value: Any) -> str:
+def is_number(value: Any) -> bool:
+    """Whether `value` is one number: of Python, or an array without dimensions."""
+    return isinstance(value, int | float) or (hasattr(value, "dtype") and value.shape == ())
+
+
+def described(value: Any) -> str:
     """What an error says of an argument in the wrong place."""
     return f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(type(value))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gradscale.errors import SettingError
-from gradscale.jax.gradients import applies, init, select, update
+from gradscale.jax.gradients import applies, described, init, is_number, select, update
 from gradscale.jax.measurement import Axes, all_of, format_of, is_float, measure, unscale
 from gradscale.jax.outcome import outcome_from
 from gradscale.jax.state import ScaledState, first_state, pack
@@ -96,8 +96,8 @@ def scaled(
                 "init(params)._replace(inner_state=...)."
             )
         scale, counts, value = state.scale, state.counts, extra.get("value")
-        if value is not None and jnp.shape(value):
-            raise SettingError(f"value must be the loss, one number, got shape {value.shape}.")
+        if value is not None and not is_number(value):
+            raise SettingError(f"value must be the loss, one number, got {described(value)}.")
         stats = measure(updates, scale, policy, keep_dtype=keep_dtype, sharded_over=sharded_over)
         if value is not None:
             stats = stats._replace(loss_finite=all_of(jnp.isfinite(value), sharded_over))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,13 @@ class Precision:
             return self._keeps(type(node).__name__) or _is_state(type(node))
 
         def cast(path: Any, node: Any) -> Any:
-            if kept(node) or any(self._keeps(_name(key)) for key in path):
-                return jax.tree.map(lambda leaf: _cast(leaf, self.params), node)
-            return _cast(node, self.compute)
+            keeps = kept(node) or any(self._keeps(_name(key)) for key in path)
+            dtype = self.params if keeps else self.compute
+            return jax.tree.map(lambda part: _cast_whole(part, dtype), node, is_leaf=_is_variable)
 
-        return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=kept)
+        return jax.tree_util.tree_map_with_path(
+            cast, tree, is_leaf=lambda node: kept(node) or _is_variable(node)
+        )
 
     def cast_to_output(self, tree: Any) -> Any:
         """Returns `tree` with all floating-point leaves in the type of results."""
@@ -99,10 +102,30 @@ def _is_state(kind: type) -> bool:
     return kind.__name__ == "State" and kind.__module__.startswith("equinox.")
 
 
+def _is_variable(node: Any) -> bool:
+    """Whether `node` is an NNX `Variable`."""
+    return any(
+        base.__name__ == "Variable" and base.__module__.startswith("flax.nnx")
+        for base in type(node).__mro__
+    )
+
+
+def _cast_whole(part: Any, dtype: Any) -> Any:
+    """`part`, an array or a `Variable`, in `dtype`; if nothing is cast, not a copy.
+
+    NNX modules write statistics and counters of random numbers into their variables, which the
+    caller has to see.
+    """
+    new = jax.tree.map(lambda leaf: _cast(leaf, dtype), part)
+    same = map(operator.is_, jax.tree.leaves(new), jax.tree.leaves(part))
+    return part if all(same) else new
+
+
 def _cast(leaf: Any, dtype: Any) -> Any:
     """`leaf` in `dtype` if it is an array of real floating-point numbers."""
     real = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jnp.asarray(leaf, dtype=dtype) if real else leaf
+    done = not real or (isinstance(leaf, jax.Array) and leaf.dtype == dtype)
+    return leaf if done else jnp.asarray(leaf, dtype=dtype)
 
 
 def _name(key: Any) -> str:

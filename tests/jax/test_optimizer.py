@@ -157,8 +157,9 @@ def test_what_is_no_state_of_the_optimizer_and_what_is_no_loss_are_refused() -> 
     optimizer, p = scaled(optax.sgd(0.1), POLICY), params()
     with pytest.raises(gs.SettingError, match=r"state must be one .*tuple.*inner_state="):
         optimizer.update(grads(1.0), optax.sgd(0.1).init(p), p)
-    with pytest.raises(gs.SettingError, match=r"value must be the loss, one number, got.*\(3,\)"):
-        optimizer.update(grads(1.0), optimizer.init(p), p, value=jnp.ones(3))
+    for value, got in ((jnp.ones(3), r"\(3,\)"), ([1.0], "list")):
+        with pytest.raises(gs.SettingError, match=f"value must be the loss, one .*, got.*{got}"):
+            optimizer.update(grads(1.0), optimizer.init(p), p, value=value)
 
 
 @pytest.mark.parametrize("other", [gs.Off(), gs.Headroom(), gs.LogMax(), gs.Histogram()])

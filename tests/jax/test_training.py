@@ -186,6 +186,44 @@ def test_running_statistics_are_kept_in_float32_whatever_their_layers_are_named(
     }
 
 
+class NnxDropout(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first, self.second = nnx.Linear(4, 16, rngs=rngs), nnx.Linear(16, 1, rngs=rngs)
+        self.statistics = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        hidden = self.dropout(self.statistics(self.first(x))).astype(x.dtype)
+        return self.second(hidden)
+
+
+def test_cast_nnx_module_writes_statistics_and_counters_into_the_one_of_the_caller() -> None:
+    model, other = NnxDropout(nnx.Rngs(0)), NnxDropout(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, scaled(optax.adam(0.02), "headroom"), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        def loss_fn(model: Any) -> Any:
+            half, x = Precision().cast_to_compute((model, X))
+            loss = jnp.mean(jnp.square(half(x).astype(jnp.float32) - Y))
+            return loss * scale_of(optimizer.opt_state), loss
+
+        (_, loss), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, grads, value=loss)
+        return grads
+
+    grads = step(model, optimizer)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+    other(X)  # which writes the same
+    (expected, counters), (found, counted) = (
+        (nnx.state(m, nnx.BatchStat), nnx.state(m, nnx.RngCount)) for m in (other, model)
+    )
+    assert [leaf.tolist() for leaf in jax.tree.leaves((counters, counted))] == [1, 1]
+    assert any(leaf.any() for leaf in jax.tree.leaves(expected))
+    # A tenth of the batch' statistics is added, of outputs of a layer that computes in float16.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2.0**-10), expected, found)
+
+
 def test_what_is_no_type_is_refused_and_whole_numbers_are_left_alone() -> None:
     for wrong in ("float17", "int32", None):
         with pytest.raises(gs.SettingError, match="compute must be a floating-point type"):
