@@ -69,6 +69,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The text of a page, with links to the pages of examples and both forms of a picture."""
+    if page.file.src_uri.startswith("reference/"):
+        page.meta.setdefault("search", {"boost": 0.5})  # behind the guides, as the examples are
     folder = os.path.dirname(page.file.src_uri)
 
     def link(found: re.Match[str]) -> str:

@@ -62,6 +62,14 @@ def test_site_has_every_public_name(site: Path) -> None:
     assert [path for path, same in names.items() if not same & anchors] == []
 
 
+def test_no_power_of_two_is_bold(site: Path) -> None:
+    # Markdown takes the asterisks of two powers in a sentence, 2**-14 and 2**64, for bold text.
+    bold = re.compile(r"\d<strong>")
+    pages = sorted(site.rglob("*.html"))
+    assert [page.name for page in pages if bold.search(page.read_text(encoding="utf-8"))] == []
+    assert bold.search("from 2<strong>-14 to 2</strong>64")
+
+
 def test_site_fetches_nothing(site: Path) -> None:
     fetched = re.compile(r"""<(?:script|img|iframe|link)\s[^>]*(?:src|href)=["']?(?:https?:)?//""")
     pages = sorted(site.rglob("*.html"))

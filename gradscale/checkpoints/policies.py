@@ -34,7 +34,8 @@ def policy_of(saved: Saved, present: Policy) -> Policy:
             return dataclasses.replace(present, exact=False, **saved.settings)
     except KeyError:
         raise StateError(
-            f"The state's policy must be one of {', '.join(POLICIES)}, got {saved.policy!r}."
+            f"The state's policy must be one of {', '.join(POLICIES)}, got {saved.policy!r}. "
+            "To load the state of a policy of your own, use that policy and pass settings=False."
         ) from None
     except (SettingError, TypeError) as error:
         raise StateError(f"The settings of the state are damaged: {error}") from None

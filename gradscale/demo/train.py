@@ -172,8 +172,9 @@ def batches(run: Run, images: Tensor, steps: int, seed: int) -> Iterator[Tensor]
 class Ours:
     """gradscale's scaler, in the two calls of a step."""
 
-    def __init__(self, policy: Policy, log: Path | None) -> None:
+    def __init__(self, policy: Policy, net: nn.Module, log: Path | None) -> None:
         self._scaler = GradScaler("cpu", policy=policy, underflow_every=PROBE_EVERY)
+        self._scaler.name(net)
         if log is not None:
             self._scaler.log_to(log)
 
@@ -226,7 +227,7 @@ def train(
     net = build(seed)
     masters = list(net.parameters())
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE)
-    scaler = Torch() if run.policy is None else Ours(run.policy, log)
+    scaler = Torch() if run.policy is None else Ours(run.policy, net, log)
     try:
         for index, batch in enumerate(batches(run, images, steps, seed)):
             # What float32 `.grad` receives has passed through these, the weights that compute.

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from gradscale.policy import Dynamic, Policy, as_policy
+from gradscale.errors import SettingError
+from gradscale.policy import NAMES, Dynamic, Policy, as_policy
 from gradscale.policy.registry import policy_or_settings
 from gradscale.policy.settings import given
 
@@ -34,6 +35,21 @@ def observed(policy: str | None, on_new: Callable[[Any], object] | None) -> Iter
             _policies.remove(policy)
         if on_new is not None:
             _listeners.remove(on_new)
+
+
+def as_device(device: Any) -> Any:
+    """Returns `device`; a SettingError if it is plainly another argument at the first position."""
+    name = None
+    if isinstance(device, float):  # the first argument of torch.cuda.amp.GradScaler
+        name = "init_scale"
+    elif isinstance(device, Policy) or (isinstance(device, str) and device in NAMES):
+        name = "policy"
+    if name is not None:
+        raise SettingError(
+            "device, the first argument, must be the type of a device such as 'cuda', got "
+            f"{device!r}. Use {name}={device!r}."
+        )
+    return device
 
 
 def policy_of(policy: Any, settings: Dynamic, format: str) -> Policy:

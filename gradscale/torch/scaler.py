@@ -122,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
             max_scale=max_scale,
             exact=False,
         )
-        self._device, self._enabled = device, enabled
+        self._device, self._enabled = construction.as_device(device), enabled
         moves = construction.policy_of(policy, rule, format)
         self._state = ScaleState(moves, format_of(moves, format))
         self._pipeline = Pipeline(
@@ -335,8 +335,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: The optimizer to follow. Default: that of a scheduler, otherwise any.
             wait: Make the calls in `update()` instead, which then **waits for the device**.
         """
-        for thing in things:
-            self._pipeline.monitor.follow(thing, optimizer, wait)
+        self._pipeline.monitor.follow(things, optimizer, wait)
 
     @_eager
     def flush(self) -> None:

@@ -215,6 +215,8 @@ def test_log_of_a_run_has_its_steps_and_changes_nothing(tmp_path: Path) -> None:
     found = runlog.read(tmp_path)
     assert [step["steps"][0]["applied"] for step in found.steps] == [s.applied for s in logged]
     assert [step["steps"][0]["scale"] for step in found.steps] == [s.scale for s in logged]
+    bad = [step["steps"][0]["culprits"] for step in found.steps if not step["steps"][0]["applied"]]
+    assert bad[0][0][0] == "0.weight"  # parameters have their names
 
 
 def test_overflow_is_skipped_and_not_measured() -> None:

@@ -64,7 +64,9 @@ class BlocksReport(Sequence[BlockReport]):
         width = max(len("block"), *(len(block.name) for block in self.blocks))
         yield f"{'block':{width}}  exponent  gradients (log2)  notes"
         for block in self.blocks:
-            lie = "none" if block.range is None else "{:.0f} to {:.0f}".format(*block.range)
+            lie = "none"
+            if block.range is not None:
+                lie = " to ".join(f"{round(each, 0) + 0.0:.0f}" for each in block.range)  # no -0
             notes = []
             if block.vanished:
                 notes.append("vanished: " + ", ".join(block.vanished))

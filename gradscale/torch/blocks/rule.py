@@ -53,7 +53,7 @@ class BlockState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPolicy:
-    """Keeps the largest gradient of every block between 2**low and 2**high.
+    """Keeps the largest gradient of every block between `2**low` and `2**high`.
 
         entering, leaving, weights = largest gradients of the block's outputs, inputs, weights,
             all at the scale of the block; amax is the largest of them, weights / 4
@@ -70,11 +70,12 @@ class BlockPolicy:
     If a block is out of range, or if fewer scales are enough, the blocks are divided, from the last
     to the first, into runs with one scale each: as many blocks as can be in range, with one spare
     binade below and three above. The last run has the scale 1, as has everything after it. The
-    others have the scale that puts half of their gradients above 2**target and half below. Nothing
-    is multiplied between the blocks of a run. If all blocks are in range, nothing changes.
+    others have the scale that puts half of their gradients above `2**target` and half below.
+    Nothing is multiplied between the blocks of a run. If all blocks are in range, nothing changes.
 
-    The numbers are binades of float16, whose largest number is just below 2**16. Repeated overflows
-    add up, because something inside such a block is larger than the gradients at its border.
+    The numbers are binades of float16, whose largest number is just below `2**16`. Repeated
+    overflows add up, because something inside such a block is larger than the gradients at its
+    border.
     """
 
     target: int = 4

@@ -69,10 +69,10 @@ def average_in_float16(group: Any, bucket: GradBucket) -> Future[Tensor]:
     the step.
 
     Gradients are scaled when the hook runs. Each rank divides them by `predivisor(ranks)`, which
-    costs log2 of it in binades at the lower end: with 8 ranks, values below 8 * 2**-25 become zero
-    (otherwise those below 2**-25), and values below 8 * 2**-14 lose bits. A larger scale makes up
-    for this where there is headroom. The mean of float32 gradients is float32; the mean of float16
-    gradients is rounded to float16.
+    costs log2 of it in binades at the lower end: with 8 ranks, values below `8 * 2**-25` become
+    zero (otherwise those below `2**-25`), and values below `8 * 2**-14` lose bits. A larger scale
+    makes up for this where there is headroom. The mean of float32 gradients is float32; the mean of
+    float16 gradients is rounded to float16.
 
     Args:
         group: The process group of the DDP model; None: all ranks.

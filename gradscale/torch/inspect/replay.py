@@ -23,6 +23,7 @@ from gradscale.torch.inspect.probe import Key, Probe, Subject
 from gradscale.torch.inspect.weights import Numbers
 from gradscale.torch.mixed_precision.casting import CastForward, device_of
 from gradscale.torch.step.calibrate import undone
+from gradscale.torch.step.contract import check_closure
 
 COMPARED = 2**16
 MOST_CALLS = 16
@@ -46,6 +47,7 @@ def run(
 
     Gradients, random state and buffers are put back.
     """
+    check_closure(closure)
     _check(subject)
     kept: dict[Key, list[Tensor]] = {}
 

@@ -22,7 +22,7 @@ from gradscale.torch.mixed_precision.recomputation import Recomputation, as_retr
 from gradscale.torch.scaler import GradScaler
 from gradscale.torch.step.apply import check_limits
 from gradscale.torch.step.checks import refuse_others
-from gradscale.torch.step.contract import as_optimizers
+from gradscale.torch.step.contract import as_optimizers, check_closure
 from gradscale.torch.step.snapshot import Snapshot
 from gradscale.torch.telemetry.outcome import StepOutcome
 
@@ -250,6 +250,7 @@ class MixedPrecision:
         if retries is not None:
             as_retries(retries)
         check_limits(clip_norm, clip_value)
+        check_closure(closure)
         self._refuse_other_threads()
         if has_gradients(self.optimizers):
             raise CallOrderError(
@@ -319,6 +320,7 @@ class MixedPrecision:
 
         `closure` runs under `autocast()`; see `GradScaler.calibrate`.
         """
+        check_closure(closure)
 
         def cast() -> Tensor:
             with self.autocast():

@@ -45,6 +45,11 @@ def backward(
     kwargs: dict[str, Any],
 ) -> None:
     """Scales `loss`, a tensor or several, and runs its backward pass."""
+    several = isinstance(loss, Iterable) and not isinstance(loss, (str, bytes, Mapping))
+    if not isinstance(loss, Tensor) and not several:
+        hint = " Pass the loss itself, not loss.item()." if isinstance(loss, float) else ""
+        what = type(loss).__name__
+        raise ValueError(f"backward() takes a tensor or an iterable of tensors, got {what}.{hint}")
     losses = [loss] if isinstance(loss, Tensor) else list(loss)
     if not losses or not all(isinstance(one, Tensor) for one in losses):
         what = ", ".join(type(one).__name__ for one in losses) or "nothing"

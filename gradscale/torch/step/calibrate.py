@@ -18,6 +18,7 @@ from gradscale.torch.grads.reference import measure
 from gradscale.torch.grads.scale import UNIT, times
 from gradscale.torch.state import ScaleState
 from gradscale.torch.step.checks import refuse_others
+from gradscale.torch.step.contract import check_closure
 from gradscale.torch.step.loop import end_iteration
 from gradscale.torch.step.pipeline import Pipeline
 from gradscale.torch.step.snapshot import Snapshot
@@ -40,6 +41,7 @@ def calibrate(
     Raises:
         StuckError: No scale gave finite gradients, or the loss is not finite.
     """
+    check_closure(closure)
     params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
     if not params:
         raise SettingError("calibrate() takes optimizers with parameters, got none.")

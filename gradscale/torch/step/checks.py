@@ -73,7 +73,7 @@ def check_new_gradients(pipeline: Pipeline, entry: OptimizerEntry, call: str) ->
         return
     if call == "apply":
         raise CallOrderError(
-            "apply() found gradients, but no loss was scaled for them. Call "
+            "apply() found gradients, but no loss was scaled for them by this scaler. Call "
             "scaler.backward(loss) instead of loss.backward()."
         )
     stats = backend.measure(Gradients(params), iteration.scale, amax=True).stats

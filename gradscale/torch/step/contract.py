@@ -67,17 +67,28 @@ def fused_plan(optimizer: Any) -> FusedPlan | None:
 def as_optimizers(given: Any, caller: str) -> list[Optimizer]:
     """One optimizer or several, which `caller` was given, as a list: what has `param_groups`."""
     is_tensor = isinstance(given, Tensor)
-    alone = hasattr(given, "param_groups") or is_tensor or not isinstance(given, Iterable)
+    is_model = isinstance(given, torch.nn.Module)  # some of which are iterable, as Sequential
+    alone = hasattr(given, "param_groups") or is_tensor or is_model
+    alone = alone or not isinstance(given, Iterable)
     several: list[Any] = [given] if alone else list(given)
     odd = [type(each).__name__ for each in several if not hasattr(each, "param_groups")]
     if odd or not several:
         what = odd[0] if odd else "none"
-        hint = " Pass the optimizer of this model." if isinstance(given, torch.nn.Module) else ""
+        hint = " Pass the optimizer of this model." if is_model else ""
         hint = " Pass the loss to backward() first." if is_tensor else hint
         raise SettingError(
             f"{caller}: optimizer must be an optimizer or several of them, got {what}.{hint}"
         )
     return several
+
+
+def check_closure(closure: Any) -> None:
+    """Raises a SettingError if `closure` is not a function."""
+    if not callable(closure):
+        raise SettingError(
+            "closure must be a function that computes the loss and returns it, got "
+            f"{type(closure).__name__}."
+        )
 
 
 def is_capable(optimizer: Optimizer) -> bool:

@@ -414,8 +414,8 @@ def refuse_stage(entry: OptimizerEntry, call: str, unscaled: bool) -> None:
         entry.make_ready()
     if entry.stage is STEPPED:
         raise CallOrderError(
-            f"{call}() was called after step() for the same optimizer. Call update() once per "
-            "iteration, after the last step()."
+            f"{call}() was called after step() for the same optimizer, without update() in "
+            "between. Call update() once per iteration, after the last step()."
         )
     if entry.mixed:
         raise CallOrderError(

@@ -19,7 +19,7 @@ from gradscale.torch.grads.scale import move
 from gradscale.torch.step import fused
 from gradscale.torch.step.agreement import groups_of
 from gradscale.torch.step.closure import ClosureStep
-from gradscale.torch.step.contract import is_capable
+from gradscale.torch.step.contract import check_closure, is_capable
 from gradscale.torch.step.entries import READY, STEPPED, UNSCALED, OptimizerEntry
 from gradscale.torch.step.masters import with_masters_in
 from gradscale.torch.step.passes import Iteration
@@ -141,6 +141,7 @@ def step_with_closure(
     edit: Callable[[], None] | None = None,
 ) -> Any:
     """Steps with one scale for every evaluation of `closure`, wholly or not at all."""
+    check_closure(closure)
     entry = pipeline.entries.of(optimizer, "step")
     if entry.stage is UNSCALED and not with_grad(optimizer.param_groups):
         entry.make_ready()  # what was unscaled is gone, and with it what was found
@@ -207,7 +208,8 @@ def update(pipeline: Pipeline, new_scale: float | Tensor | None = None) -> None:
         if not checked and not stepped:
             raise CallOrderError(
                 "update() was called, but no gradients were checked since the last update(). Call "
-                "scaler.step(optimizer) first."
+                "scaler.step(optimizer) first. apply() updates by itself: after it, leave update() "
+                "out."
             )
         if checked:
             for entry in checked if not state.on_host else ():

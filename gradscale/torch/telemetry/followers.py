@@ -14,7 +14,7 @@ import inspect
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,26 +67,13 @@ class Followers:
         """The last record, and the followers at that time."""
         self._due: deque[_Follower] = deque()
 
-    def add(self, thing: Any, optimizer: Optimizer | None, wait: bool) -> None:
-        """Calls `thing`, or its `step()`, after every applied step of `optimizer`."""
-        if hasattr(thing, "param_groups"):
-            raise SettingError(
-                "follow() takes schedulers and other objects that follow an optimizer, got the "
-                f"optimizer {type(thing).__name__} itself. Pass it to apply() or step()."
-            )
-        step = getattr(thing, "step", None)
-        call = step if callable(step) else thing
-        if not callable(call) or isinstance(call, torch.nn.Module) or _wants_arguments(call):
-            raise SettingError(
-                "follow() takes functions without arguments and objects whose step() needs none, "
-                f"got {type(thing).__name__}. Wrap the call in a lambda."
-            )
+    def add(self, things: Sequence[Any], optimizer: Optimizer | None, wait: bool) -> None:
+        """Calls `things`, or their `step()`, after every applied step of `optimizer`."""
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise SettingError(
                 f"optimizer must be one that the scaler steps, got {type(optimizer).__name__}."
             )
-        whose = getattr(thing, "optimizer", None) if optimizer is None else optimizer
-        self.all.append(_Follower(thing, call, whose, wait))
+        self.all += [_follower(thing, optimizer, wait) for thing in things]
 
     def forget(self) -> None:
         """Drops what is still due: it is of another run."""
@@ -141,6 +128,26 @@ def innermost(optimizer: Any) -> Any:
     while inner is not None and inner is not optimizer and hasattr(inner, "param_groups"):
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     return optimizer
+
+
+def _follower(thing: Any, optimizer: Optimizer | None, wait: bool) -> _Follower:
+    """What calls `thing`, or its `step()`; a SettingError if that needs arguments."""
+    if hasattr(thing, "param_groups"):
+        raise SettingError(
+            "follow() takes schedulers and other objects that follow an optimizer, got the "
+            f"optimizer {type(thing).__name__} itself. Pass it to apply() or step()."
+        )
+    step = getattr(thing, "step", None)
+    call = step if callable(step) else thing
+    if not callable(call) or isinstance(call, torch.nn.Module) or _wants_arguments(call):
+        # What `scheduler.step()` returns is None.
+        hint = "Wrap the call in a lambda." if thing is not None else "Pass the object itself."
+        raise SettingError(
+            "follow() takes functions without arguments and objects whose step() needs none, got "
+            f"{type(thing).__name__}. {hint}"
+        )
+    whose = getattr(thing, "optimizer", None) if optimizer is None else optimizer
+    return _Follower(thing, call, whose, wait)
 
 
 def _wants_arguments(call: Callable[..., object]) -> bool:

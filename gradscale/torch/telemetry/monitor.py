@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradscale.errors import StuckError, caller_level
+from gradscale.errors import SettingError, StuckError, caller_level
 from gradscale.monitor import (
     Event,
     Move,
@@ -190,11 +190,16 @@ class Monitor:
 
     def on(self, name: str, callback: Callable[[Event], object]) -> None:
         """Calls `callback` with every event called `name`."""
-        self._listeners.setdefault(as_event_name(name), []).append(callback)
+        event = as_event_name(name)
+        if not callable(callback):
+            raise SettingError(
+                f"callback must be a function that takes an Event, got {type(callback).__name__}."
+            )
+        self._listeners.setdefault(event, []).append(callback)
 
-    def follow(self, thing: Any, optimizer: Any, wait: bool) -> None:
-        """Steps or calls `thing` after every applied step, see `Followers.add`."""
-        self.followers.add(thing, optimizer, wait)
+    def follow(self, things: Sequence[Any], optimizer: Any, wait: bool) -> None:
+        """Steps or calls `things` after every applied step, see `Followers.add`."""
+        self.followers.add(things, optimizer, wait)
         self.busy = True
 
     def forget(self, rows: Sequence[int] = ()) -> None:

@@ -29,6 +29,7 @@ from block_models import (
 from gradscale.errors import CallOrderError, SettingError, StateError
 from gradscale.torch.blocks import BlockPolicy, BlockScales
 from gradscale.torch.blocks.edges import OUTSIDE, Clock, Live, Terms, enter
+from gradscale.torch.blocks.report import BlockReport, BlocksReport
 from tensors import same
 
 
@@ -387,3 +388,8 @@ def test_graph_of_a_forward_pass_is_not_kept() -> None:
     del out
     gc.collect()
     assert node() is None
+
+
+def test_report_has_no_negative_zero() -> None:
+    block = BlockReport("0", 3, -0.4, -0.2, {"weight": 0.3}, "")
+    assert str(BlocksReport((block,), ())).splitlines()[1].split() == ["0", "3", "0", "to", "0"]
