@@ -92,7 +92,7 @@ def healthy_lora() -> list[Finding]:
 
 ILL = [
     Case(
-        "weights initialised a million times too large",
+        "weights initialized a million times too large",
         "forward-overflow",
         "2",
         ill.bad_initialisation,
