@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "illnesses.md"
 
 ILL = [
     Case(
-        "weights initialised a million times too large",
+        "weights initialized a million times too large",
         "forward-overflow",
         "2",
         ill.bad_initialisation,

@@ -88,6 +88,16 @@ def test_a_model_in_the_place_of_the_optimizer() -> None:
         MixedPrecision(optimizer, model)  # type: ignore[arg-type]
 
 
+def test_what_is_no_model() -> None:
+    model, optimizer, scaler = run()
+    with pytest.raises(SettingError, match=r"^name\(\) takes the model, .*, got generator\.$"):
+        scaler.name(model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match=r"one or more models, .*, got generator\.$"):
+        MixedPrecision([model.parameters()], optimizer)  # type: ignore[list-item]
+    with pytest.raises(SettingError, match=r"one or more models, .*, got none\.$"):
+        MixedPrecision([], optimizer)
+
+
 def test_a_scheduler_that_was_stepped_instead_of_passed() -> None:
     model, optimizer, scaler = run()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -88,7 +88,11 @@ class MixedPrecision:
         self.models: list[nn.Module] = list(model) if several else [model]  # type: ignore[arg-type,list-item]
         self.optimizers = as_optimizers(optimizer, "MixedPrecision")
         if not self.models or not all(isinstance(each, nn.Module) for each in self.models):
-            raise SettingError("MixedPrecision takes one or more models, each a torch.nn.Module.")
+            odd = [type(each).__name__ for each in self.models if not isinstance(each, nn.Module)]
+            raise SettingError(
+                "MixedPrecision takes one or more models, each a torch.nn.Module, got "
+                f"{'none' if not odd else odd[0]}."
+            )
         policy = policy_for(self.mode, policy)
         self._device = device_of(self.models[0]).type
         self._dtype = None if self.mode.passes == "float32" else self.mode.dtype

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradscale.errors import SettingError
+
 
 class Names:
     """The names of parameters, as models and optimizers give them."""
@@ -22,6 +24,10 @@ class Names:
 
     def take(self, model: torch.nn.Module) -> None:
         """Adds the names that `model` has for its parameters."""
+        if not isinstance(model, nn.Module):
+            raise SettingError(
+                f"name() takes the model, a torch.nn.Module, got {type(model).__name__}."
+            )
         for name, param in model.named_parameters():
             self._given[id(param)] = (weakref.ref(param), name)
 
