@@ -74,7 +74,7 @@ def print_summary(
             table.add_row(shown(row["name"]), share_text(row["lost"]), share_text(row["imprecise"]))
         console.print(table)
     if summary.unreadable_lines:
-        console.print(f"{summary.unreadable_lines} lines could not be read.", style="dim")
+        console.print(f"Lines that could not be read: {summary.unreadable_lines}.", style="dim")
 
 
 def print_comparison(console: Console, found: Comparison) -> None:

@@ -58,7 +58,9 @@ def from_samples(samples: Sequence[Sample]) -> list[Finding]:
     vanished = list(_underflow(runs, replays))
     if not any(finding.where == "" for finding in vanished):  # else it has been said
         vanished += _nothing(runs, replays)
-    found += [*vanished, *_dead(runs, replays), *_lost(runs)]
+    # Without a replay, zeros next to what underflows may be underflow as well.
+    unclear = bool(vanished) and not replays
+    found += [*vanished, *_dead(runs, replays, unclear), *_lost(runs)]
     return [*found, *_leftover(runs), *_clipped(runs)]
 
 
@@ -217,7 +219,9 @@ def _matters(sample: Sample, tensor: TensorSample) -> bool:
 def _nothing(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:
     """A model in which every gradient of a weight was zero, from the first sample on."""
     grads = [tensor for sample in runs for tensor in sample.of(WEIGHT_GRAD)]
-    seen = [sample for sample in runs if sample.of(WEIGHT_GRAD)]
+    # A loss that is not finite can have gradients of zero, as a mean over no label has.
+    fine = [sample for sample in runs if sample.fact("loss_finite").get("", 1.0)]
+    seen = [sample for sample in fine if sample.of(WEIGHT_GRAD)]
     if len(seen) < DEAD_SAMPLES or any(tensor.zeros < tensor.numel for tensor in grads):
         return
     scales = [sample.fact("scale").get("", 1.0) for sample in seen]
@@ -247,8 +251,14 @@ def _is_cut_off(sample: Sample, replays: Sequence[Sample]) -> bool:
     )
 
 
-def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding]:
-    """Parameters that never had a gradient other than zero, though others had."""
+def _dead(runs: Sequence[Sample], replays: Sequence[Sample], unclear: bool) -> Iterable[Finding]:
+    """Parameters that never had a gradient other than zero, though others had.
+
+    Args:
+        runs: The samples of the run.
+        replays: Those of replays.
+        unclear: Whether zeros may have another cause; then only a gradient that is missing counts.
+    """
     applied = [sample for sample in runs if sample.fact("applied").get("", 1.0)]
     trained = [s for s in applied if any(t.counts for t in s.of(WEIGHT_GRAD))]
     if len(trained) < DEAD_SAMPLES or trained[-1].step - trained[0].step < DEAD_STEPS:
@@ -269,7 +279,7 @@ def _dead(runs: Sequence[Sample], replays: Sequence[Sample]) -> Iterable[Finding
     for name in dead:
         where = _outermost(name, dead, known)
         all_none = all(n in s.fact("no_grad") for s in trained for n in dead if _in(n, where))
-        if where == name and not all_none:
+        if not all_none and (unclear or where == name):
             continue  # a bias that cancels, as in the difference of two outputs
         what = "no gradient" if all_none else "no nonzero gradient"
         texts.setdefault(where, f"It had {what} in any of {len(trained)} samples.")

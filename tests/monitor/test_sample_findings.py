@@ -235,6 +235,24 @@ def test_a_parameter_that_changes_between_samples_is_not_dead() -> None:
     assert found(*unused, turn) == []
 
 
+def test_zeros_beside_underflow_are_dead_only_by_a_replay() -> None:
+    zero, lost = grad("a.w", 0, (), zeros=100), grad("b.w", -15, (100,))
+    runs = [sample(n, zero, lost, grad("c.w"), grad("d.w")) for n in (1, 11, 21)]
+    assert found(*runs) == [("underflow", "b")]
+    replay = sample(21, zero._replace(flushed=0), lost, grad("c.w"), grad("d.w"))
+    assert found(*runs, replay) == [("underflow", "b"), ("dead-gradient", "a")]
+    replay = sample(21, zero._replace(flushed=100), lost, grad("c.w"), grad("d.w"))
+    assert sorted(found(*runs, replay)) == [("underflow", "a"), ("underflow", "b")]
+    none = [sample(n, lost, grad("c.w"), grad("d.w"), no_grad={"a.w": 1.0}) for n in (1, 11, 21)]
+    assert found(*none) == [("underflow", "b"), ("dead-gradient", "a")]
+
+
+def test_zeros_of_a_loss_that_is_not_finite_are_no_underflow() -> None:
+    zero = grad("a.w", 0, (), zeros=100)
+    for finite, expected in ((0.0, []), (1.0, [("underflow", "")])):
+        assert found(*(sample(n, zero, loss_finite={"": finite}) for n in range(3))) == expected
+
+
 def test_a_model_that_loses_all_is_one_finding() -> None:
     zeros = [grad(f"{name}.w", 0, (), zeros=100, numel=100) for name in "abc"]
     runs = [sample(n, *zeros) for n in range(3)]

@@ -225,7 +225,7 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     done = invoke("report", tmp_path / "run")
     assert done.stderr.startswith("Warning: ")
     assert len(done.stderr.splitlines()) == 1
-    assert "1 lines could not be read." in done.stdout
+    assert "Lines that could not be read: 1." in done.stdout
 
 
 def test_compare_prints_both_and_writes_a_page(folder: Path, tmp_path: Path) -> None:

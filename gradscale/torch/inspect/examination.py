@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gradscale.errors import SettingError
 from gradscale.formats import FLOAT32, Format, format_named
 from gradscale.monitor.sample_table import columns, per_cent
 from gradscale.monitor.samples import ACTIVATION, WEIGHT_GRAD, Sample, TensorSample
@@ -95,6 +96,9 @@ def examine(
         closure: Computes the loss, without autocast, and returns it.
         optimizer: Limits the examination to its parameters. Default: all that require gradients.
         mode: A mode of `MixedPrecision`; only its format is used.
+
+    Raises:
+        SettingError: An argument is wrong, or the closure is not finite in float32.
     """
     wanted, subject, eager = mode_named(mode), Subject(model), Eager(model)
     if optimizer is not None:
@@ -102,6 +106,7 @@ def examine(
         trained = {id(param) for group in groups for param in group["params"]}
         subject.params = {n: p for n, p in subject.params.items() if id(p) in trained}
     wide = run(subject, closure, "float32", 1.0, eager)
+    _check_finite(wide)
     format = format_named(wanted.passes)
     scales = working_scales(wide.sample, format)
     scale = _first_scale(wide.sample, format, wanted)
@@ -123,6 +128,19 @@ def examine(
     if format.exponent_bits < 8 and (bad == "backward" or len(keep) * 4 > len(leaves)):
         advised = wanted.name.replace("fp16", "bf16").replace("pure", "master")
     return Examination(rows, advised, scale, scales, keep, total, (wide.loss, narrow.loss))
+
+
+def _check_finite(wide: Pass) -> None:
+    """Raises SettingError if a pass in float32 is not finite: there is nothing to compare with."""
+    first = wide.sample.first_nonfinite
+    if first is None and math.isfinite(wide.loss):
+        return
+    place = f", first in the {first[1]} pass of {first[0] or 'the model'}" if first else ""
+    raise SettingError(
+        "The loss of closure and its gradients must be finite in float32, got a loss of "
+        f"{wide.loss:g} and values that are not finite{place}. No format or scale repairs this: "
+        "check the data, the loss and this module."
+    )
 
 
 def working_scales(sample: Sample, format: Format) -> tuple[float, float] | None:

@@ -58,8 +58,7 @@ class Inspector:
     """
 
     def __init__(self, model: nn.Module, scaler: Any = None, every: int = 100) -> None:
-        if not isinstance(model, nn.Module):
-            raise SettingError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        self._subject = Subject(model)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SettingError(f"every must be a whole number >= 1, got {every!r}.")
         if has_tenant(model, "BlockScales"):
@@ -69,7 +68,6 @@ class Inspector:
                 "print(blocks.report()) shows the gradients of every block. To use Inspector, "
                 "call blocks.remove() first."
             )
-        self._subject = Subject(model)
         self._tenancy = Tenancy(model, "Inspector")
         weakref.finalize(self, self._tenancy.end)
         self._eager = Eager(model)

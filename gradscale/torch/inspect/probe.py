@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradscale.errors import SettingError
 from gradscale.monitor.samples import ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD
 from gradscale.torch.grads.dispatch import capturing
 from gradscale.torch.inspect.counts import MOST, Counts, flat, gradient, step_for
@@ -32,9 +33,14 @@ class Subject:
 
     Args:
         model: The model, also inside of DDP, `torch.compile` and the like.
+
+    Raises:
+        SettingError: It is no module.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise SettingError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
         inner = bare(model)
         self.model = model
         self.modules: dict[str, nn.Module] = {}

@@ -29,6 +29,10 @@ COMPARED = 2**16
 MOST_CALLS = 16
 """Tensors of one module that are compared, where it is called several times."""
 HALVES = (torch.float16, torch.bfloat16)
+_NO_MODULE = (
+    "The loss of closure does not depend on any module of the model. closure must call the model "
+    "that is examined."
+)
 
 
 class Pass(NamedTuple):
@@ -77,12 +81,14 @@ def run(
                     "closure must return the loss, a tensor that requires a gradient, got "
                     f"{type(loss).__name__}. It must compute the loss and nothing else."
                 )
+            if not probe.calls:  # before gradients of another model are added to
+                raise SettingError(_NO_MODULE)
             torch.autograd.backward(loss.float().sum() * scale)
     finally:
         probe.close()
         eager.leave()
     if not probe.passes:
-        raise SettingError("The loss of closure does not depend on any module of the model.")
+        raise SettingError(_NO_MODULE)
     if whole and any(dtype in HALVES for dtype in probe.formats.values()):
         raise SettingError(
             "closure must compute in float32, got activations in a 16-bit format. Remove autocast "

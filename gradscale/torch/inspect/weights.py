@@ -43,6 +43,8 @@ class Idle:
         """Of every parameter that was kept, whether a step has changed it since; forgets them."""
         found = {}
         for name, (before, decays) in self._kept.items():
+            if name not in params:  # complex, or moved away by now
+                continue
             now = _some(local(params[name]))
             if now.shape != before.shape or now.device != before.device:
                 continue

@@ -1,4 +1,4 @@
-"""A training with the Trainer of Transformers and `fp16=True`, which needs a GPU."""
+"""A training with the Trainer of Transformers and `fp16=True`."""
 
 import sys
 

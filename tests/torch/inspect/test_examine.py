@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -122,6 +125,31 @@ def test_a_closure_that_misses_the_model_is_refused() -> None:
         examine(nn.Linear(1, 1), lambda: weight * 2)
     with pytest.raises(SettingError, match="mode must be one of"):
         examine(nn.Linear(1, 1), lambda: weight, mode="fp8")
+    assert weight.grad is None
+    with pytest.raises(SettingError, match=r"model must be a torch\.nn\.Module, got function"):
+        examine(lambda: weight, lambda: weight)  # type: ignore[arg-type]
+
+
+def root(x: Tensor) -> Tensor:
+    """Finite, with a gradient that is not."""
+    return (0 * x).square().sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda x: x.sum() * math.nan, "a loss of nan"),
+        (root, "a loss of 0 and values that are not finite, first in the backward pass of"),
+        (lambda x: x.sum() / 0, "a loss of -?inf"),
+    ],
+)
+def test_a_closure_that_is_not_finite_in_float32_is_refused(
+    loss: Callable[[Tensor], Tensor], match: str
+) -> None:
+    model = nn.Linear(8, 4)
+    with pytest.raises(SettingError, match=match):
+        examine(model, lambda: loss(model(BATCH)))
+    assert all(param.grad is None for param in model.parameters())
 
 
 @settings(max_examples=40)

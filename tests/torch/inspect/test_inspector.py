@@ -666,3 +666,29 @@ def test_weight_decay_is_no_training(trained: bool, dead: list[str]) -> None:
         scaler.backward(outs[0] + outs[1] * float(trained and number % 4 == 2))
         scaler.apply(optimizer)
     assert [finding.where for finding in inspector.findings()] == dead
+
+
+class Spectral(nn.Module):
+    """A layer, and a complex weight whose gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 1)
+        self.filter = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.first(x) + 0 * (x.float() * self.filter).real.sum()
+
+
+def test_a_complex_weight_with_zero_gradients_is_sampled() -> None:
+    model = Spectral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inspector = Inspector(model, every=1)
+    for _ in range(4):
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        inspector.step()
+    (zeros,) = [t.zeros for t in inspector.samples[-1].of("weight_grad") if t.name == "filter"]
+    assert zeros == 16
