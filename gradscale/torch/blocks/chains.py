@@ -49,10 +49,11 @@ def find(model: nn.Module, blocks: Iterable[nn.Module | Sequence[nn.Module]] | N
         if not found:
             raise SettingError("blocks must name at least one module, got none.")
     taken: dict[nn.Module, str] = {}
+    members = {member for block in found for member in block.modules}
     for block in found:
         for member in block.modules:
             for module in member.modules():
-                if module in taken:
+                if module in taken and (module in members or _has_weights(module)):
                     raise SettingError(
                         f"blocks must not overlap: {names.get(module, '')!r} is in both "
                         f"{taken[module]!r} and {block.name!r}. Leave one of them out."

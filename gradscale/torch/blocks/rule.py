@@ -36,6 +36,9 @@ _ABOVE, _BELOW = 3, 1
 overflows costs a step, and one that shrinks only some of its smallest elements."""
 _LEAST_ROOM = _ABOVE + _BELOW + 2
 """The least number of binades between low and high."""
+_RISE = 2
+"""The most binades by which blocks rise at once, if the last one would rise by more after the early
+updates: weights in place stay below 2**16."""
 _FAR = 1000
 """Beyond all exponents."""
 _WEIGHTS = 2
@@ -72,6 +75,9 @@ class BlockPolicy:
     binade below and three above. The last run has the scale 1, as has everything after it. The
     others have the scale that puts half of their gradients above `2**target` and half below.
     Nothing is multiplied between the blocks of a run. If all blocks are in range, nothing changes.
+
+    If the last block would rise by more than 2 binades, after the early updates, then no block
+    rises by more: the loss of this batch may be nearly zero, and the next ones must not overflow.
 
     The numbers are binades of float16, whose largest number is just below `2**16`. Repeated
     overflows add up, because something inside such a block is larger than the gradients at its
@@ -110,10 +116,13 @@ class BlockPolicy:
         none = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         return BlockState(none, none.clone())
 
-    def update(self, state: BlockState, amax: Tensor) -> BlockState:
+    def update(self, state: BlockState, amax: Tensor, *, early: bool = True) -> BlockState:
         """Returns the state after gradients `amax`, whose rows are named above.
 
-        In the last three rows 0 means that there is no gradient, and VANISHED that it is zero.
+        Args:
+            state: The state before.
+            amax: In the last three rows 0 means that there is no gradient, VANISHED that it is 0.
+            early: Whether the next batches are measured as well.
         """
         finite = torch.isfinite(amax)
         known = finite[ENTERING] & (amax[ENTERING] > TINY)
@@ -157,6 +166,8 @@ class BlockPolicy:
         above = torch.where(known, places, len(places)).flip(0).cummin(0).values.flip(0)
         move = (placed - state.exponents)[above.clamp(max=len(places) - 1)]
         move = torch.where(above < len(places), move, 0)
+        if not early:
+            move = torch.where(move[-1:] > _RISE, move.clamp(max=_RISE), move)
         exponents = (state.exponents + move).clamp(-MAX_EXPONENT, MAX_EXPONENT)
         stays = ((in_place & ~fault) | ~known).all()
         stays &= _num_changes(state.exponents) <= _num_changes(exponents)

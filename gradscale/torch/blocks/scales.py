@@ -123,8 +123,9 @@ class BlockScales:
         self._num_updates += 1
         if measured:
             self._read()
-            self._state_to(self._rule.update(self._state, self._amax))
-            self._send(at_once=self._num_updates <= _EARLY)
+            at_once = self._num_updates <= _EARLY
+            self._state_to(self._rule.update(self._state, self._amax, early=at_once))
+            self._send(at_once)
         hooks.meters.clear()  # also if not: a compiled model measures always
         early = self._num_updates < _EARLY
         hooks.measures = self._awaited is None and (early or self._num_updates % self._every == 0)

@@ -139,6 +139,25 @@ def test_pooled_net_learns_in_a_few_steps_as_in_float32() -> None:
     assert train(0, "torch", steps)[0] < float32 - 0.05
 
 
+def test_batch_almost_without_a_loss_costs_no_later_step() -> None:
+    torch.manual_seed(0)
+    model = Pooled()
+    blocks = BlockScales(model, every=18)
+    x, labels = positions(0, 8)
+    for _ in range(18):
+        step(model, x, labels)
+        blocks.update()
+    before = blocks.exponents
+    assert blocks._hooks.measures
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(x)
+    (nn.functional.cross_entropy(out.float(), labels) * 2.0**-20).backward()
+    blocks.update()
+    assert blocks.exponents == {name: exponent + 2 for name, exponent in before.items()}
+    step(model, x, labels)
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 def test_pooled_net_trains_as_in_float32(seed: int) -> None:

@@ -79,6 +79,49 @@ def test_overlapping_blocks_are_refused() -> None:
         BlockScales(model, [model[0], model[1], model[1].wide])
 
 
+@pytest.mark.parametrize("measures", [True, False])
+def test_blocks_may_share_modules_without_weights(measures: bool) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            act = nn.Sequential(nn.Tanh(), nn.Dropout(0.0))
+            self.blocks = nn.ModuleList(Shares(act) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Shares(nn.Module):
+        def __init__(self, act: nn.Module) -> None:
+            super().__init__()
+            self.line, self.act = nn.Linear(WIDTH, WIDTH), act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.line(x))
+
+    expected = gradients(build(Chain), inputs(plain))
+    model = build(Chain)
+    blocks = BlockScales(model)
+    if not measures:
+        gradients(model, inputs(plain))
+        for _ in range(17):
+            blocks.update()
+    plant(blocks)
+    assert blocks._hooks.measures == measures
+    assert same(gradients(model, inputs(plain)), expected)
+
+
+def test_weights_and_members_of_two_blocks_are_refused() -> None:
+    act = nn.PReLU()
+    model = nn.ModuleList(nn.Sequential(nn.Linear(1, 1), act) for _ in range(2))
+    with pytest.raises(SettingError, match=r"overlap: '0\.1' is in both '0' and '1'"):
+        BlockScales(model, [*model])
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1))
+    with pytest.raises(SettingError, match="overlap: '1' is in both '0' and '2'"):
+        BlockScales(model, [[model[0], model[1]], [model[2], model[1]]])
+
+
 def test_blocks_without_weights_or_on_two_devices_are_refused() -> None:
     model = nn.Sequential(nn.Tanh(), nn.Linear(1, 1))
     with pytest.raises(SettingError, match="one device, got no weights"):

@@ -206,6 +206,20 @@ def test_blocks_stay_where_gradients_waver(drift: int, seed: int) -> None:
     assert torch.equal(again.exponents, state.exponents)
 
 
+@pytest.mark.parametrize("fall", [12, 20, 100])
+def test_batch_with_small_gradients_raises_no_block_far(fall: int) -> None:
+    """After the early updates: those of the next batch must not overflow."""
+    natural = 2.0 ** torch.linspace(-20, 5, 30)
+    rows = torch.stack([natural, natural / 2, natural, natural / 2])
+    rule = BlockPolicy()
+    state = rule.update(state_of(*[0] * 30), rows)
+    small = rows * 2.0 ** (state.exponents - fall)
+    small[1:, :20] = VANISHED
+    assert rule.update(state, small).exponents[-1] > 5
+    later = rule.update(state, small, early=False)
+    assert torch.equal(later.exponents, state.exponents + 2)
+
+
 @pytest.mark.parametrize("shrink", [1, 7, 13, 20])
 @pytest.mark.parametrize("num", [3, 60])
 def test_no_block_waits_for_ever(shrink: int, num: int) -> None:
