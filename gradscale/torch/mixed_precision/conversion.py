@@ -115,7 +115,7 @@ def refuse_shared(optimizers: Sequence[Optimizer], mode: Mode) -> None:
     if any(count > 1 for count in owners.values()):
         raise SettingError(
             "A parameter is in two optimizers, which is not supported with masters. Use the mode "
-            f'"{mode.passes.replace("float", "fp")}", or pass it to one of them only.'
+            f'"{mode.name.partition("-")[0]}", or pass it to one of them only.'
         )
 
 

@@ -331,6 +331,14 @@ def steps_fused(kind: type[Kind]) -> type[Kind]:
         super(kind, self).add_param_group(
             always_fused(type(self), param_group) if theirs else param_group
         )
+        found = next((p for p in self.param_groups[-1]["params"] if p.is_complex()), None)
+        if found is not None:
+            self.param_groups.pop()
+            name = type(self).__name__
+            raise SettingError(
+                f"gradscale's {name} does not support complex parameters, got {found.dtype}. Pass "
+                "those to an optimizer of torch.optim."
+            )
         self._handle = OptimizerHandle(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
