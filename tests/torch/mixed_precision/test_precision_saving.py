@@ -50,7 +50,7 @@ def test_a_state_goes_on_bit_for_bit(mode: str, make: Any) -> None:
     assert other.scaler.state_dict() == mp.scaler.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 @every_optimizer
 @every_mode
 def test_torchs_checkpoint_is_loaded_whole_before_the_first_step(
