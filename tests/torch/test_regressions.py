@@ -855,3 +855,16 @@ def test_a_copy_goes_on_with_the_counts_of_the_same_optimizers() -> None:
     step(twin, bad=False)
     step(twin, bad=True)
     assert names == []
+
+
+@pytest.mark.parametrize(("loaded", "clamped"), [(2.0**66, 2.0**64), (2.0**-20, 2.0**-14)])
+def test_a_loaded_scale_that_was_clamped_is_a_plain_number(loaded: float, clamped: float) -> None:
+    torchs, scaler = torch.amp.GradScaler("cpu", init_scale=loaded), GradScaler("cpu")
+    with pytest.warns(UserWarning, match="clamped"):
+        scaler.load_state_dict(torchs.state_dict())
+    assert type(scaler._state.initial.scale) is float  # torch.full() may take others for an int
+    w = weight()
+    for _ in range(2):
+        scaler.backward(w.sum())
+        scaler.apply(SGD([w], lr=0.0), zero_grad=False)
+    assert scaler.get_scale() == clamped
