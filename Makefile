@@ -96,20 +96,20 @@ $(STAMP): pyproject.toml constraints-dev.txt
 # Hardly anything else is pinned, because no version of jax or Triton suits all of them (older Triton
 # interprets kernels with numpy up to 2.3 only). The trainers (Lightning, Accelerate, Transformers,
 # PEFT) have demands of their own on torch and are left out; tests of what is not there are skipped.
-# Two folders and a file cannot be imported everywhere: without Triton 3.4, without the trainers, and
-# without Equinox. pytest must not look for doctests there, because it leaves an empty module where an
-# import fails. An environment takes 6 GB, most of it CUDA libraries. TESTS chooses files.
+# Two folders cannot be imported everywhere: without Triton 3.4, and without the trainers. pytest must
+# not look for doctests there, because it leaves an empty module where an import fails. An environment
+# takes 6 GB, most of it CUDA libraries. TESTS chooses files.
 # docs/measurements/versions.md has what was run.
 compat: $(COMPAT)/.installed
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(COMPAT)/bin/pytest -n 2 --dist worksteal \
 		--hypothesis-profile=fixed --ignore=gradscale/torch/grads/triton --ignore=gradscale/plugins \
-		--ignore=gradscale/compat/mpx.py $(TESTS)
+		$(TESTS)
 
 $(COMPAT)/.installed: pyproject.toml
 	@test -n "$(TORCH)" || { echo "Say which torch: make compat TORCH=2.6.0"; exit 2; }
 	$(PYTHON) -m venv $(COMPAT)
-	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,demo]" hypothesis jax keras "numpy<2.4" \
-		pytest pytest-xdist pytorch-optimizer torchao triton
+	$(COMPAT)/bin/pip install -qq torch==$(TORCH) -e ".[torch,equinox,demo]" flax hypothesis keras \
+		"numpy<2.4" pytest pytest-xdist pytorch-optimizer torchao triton
 	touch $@
 
 # The tests of gradscale.compat.mxnet, which `make test` skips. They need an environment of their own:

@@ -65,7 +65,7 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
     state = first._replace(**known)
     scale = float(state.scale)
     if not isinstance(policy, Static):
-        scale = min(max(scale, policy.min_scale), policy.max_scale)
+        scale = float(min(max(scale, policy.min_scale), policy.max_scale))  # no DefaultBound
     if scale != state.scale:
         warnings.warn(
             f"The loaded scale {state.scale} is outside the range from min_scale to max_scale and "

@@ -63,7 +63,8 @@ class Precision:
         """Returns `tree` with floating-point leaves in the type of computations, except `keep`."""
 
         def kept(node: Any) -> bool:
-            return self._keeps(type(node).__name__) or _is_state(type(node))
+            kind = _kind(node)
+            return self._keeps(kind.__name__) or _is_state(kind)
 
         def cast(path: Any, node: Any) -> Any:
             keeps = kept(node) or any(self._keeps(_name(key)) for key in path)
@@ -95,6 +96,12 @@ class Precision:
 
 _STATISTICS = ("batch_stats", "batchstat")
 """Linen's collection and NNX' class of running statistics, in lower case."""
+
+
+def _kind(node: Any) -> type:
+    """The class of `node`; that of the variable whose state it is, in Flax 0.10."""
+    kind = type(node)
+    return node.type if kind.__name__ == "VariableState" else kind
 
 
 def _is_state(kind: type) -> bool:

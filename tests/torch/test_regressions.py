@@ -112,6 +112,28 @@ def test_a_droppable_pass_of_one_optimizer_does_not_count_for_another() -> None:
     assert (a.item(), b.item()) == (-2.0, -1.0)
 
 
+def test_a_pass_of_one_optimizer_need_not_be_droppable_as_those_of_another_are() -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    a, b = weight(), weight()
+    plain, dropping = SGD([a], lr=1.0), SGD([b], lr=1.0)
+    scaler.watch(plain)
+    scaler.watch(dropping)
+    for _ in range(2):
+        scaler.backward(a.sum())
+        scaler.apply(plain)
+        for factor in (3.0, math.inf):
+            scaler.backward((b * factor).sum(), droppable=True)
+        assert scaler.apply(dropping).dropped == 1
+    assert (a.item(), b.item()) == (-2.0, -12.0)
+    for factors in ((False, True), (True, False)):  # one that reaches it counts, before or after
+        for droppable in factors:
+            scaler.backward(b.sum(), droppable=droppable)
+        with pytest.raises(gs.CallOrderError, match=r"1 of \d losses had droppable=True"):
+            scaler.apply(dropping)
+        dropping.zero_grad()
+        scaler.abandon()
+
+
 @pytest.mark.parametrize("tensors", [False, True])
 def test_what_is_made_up_for_is_clipped_too_and_counted_for_each_optimizer(tensors: bool) -> None:
     scaler = GradScaler("cpu", init_scale=4.0)
@@ -833,3 +855,16 @@ def test_a_copy_goes_on_with_the_counts_of_the_same_optimizers() -> None:
     step(twin, bad=False)
     step(twin, bad=True)
     assert names == []
+
+
+@pytest.mark.parametrize(("loaded", "clamped"), [(2.0**66, 2.0**64), (2.0**-20, 2.0**-14)])
+def test_a_loaded_scale_that_was_clamped_is_a_plain_number(loaded: float, clamped: float) -> None:
+    torchs, scaler = torch.amp.GradScaler("cpu", init_scale=loaded), GradScaler("cpu")
+    with pytest.warns(UserWarning, match="clamped"):
+        scaler.load_state_dict(torchs.state_dict())
+    assert type(scaler._state.initial.scale) is float  # torch.full() may take others for an int
+    w = weight()
+    for _ in range(2):
+        scaler.backward(w.sum())
+        scaler.apply(SGD([w], lr=0.0), zero_grad=False)
+    assert scaler.get_scale() == clamped

@@ -106,6 +106,11 @@ def give_masters(
             set_master(param, optimizer.state[param], value, mode.master)  # type: ignore[arg-type]
         else:
             own.store.set_master(param, value)
+    for optimizer in optimizers:
+        # All states or none: torch's get_state_dict() takes a master for all that there will be.
+        if optimizer.state and owners[id(optimizer)] is None:
+            params = [param for _, param in trained([optimizer])]
+            optimizer.make_states(params)  # type: ignore[attr-defined]
     return masters
 
 
@@ -115,7 +120,7 @@ def refuse_shared(optimizers: Sequence[Optimizer], mode: Mode) -> None:
     if any(count > 1 for count in owners.values()):
         raise SettingError(
             "A parameter is in two optimizers, which is not supported with masters. Use the mode "
-            f'"{mode.passes.replace("float", "fp")}", or pass it to one of them only.'
+            f'"{mode.name.partition("-")[0]}", or pass it to one of them only.'
         )
 
 
@@ -149,7 +154,8 @@ def masters_of(optimizer: Any, mode: Mode) -> Masters | None:
     # Without masters, too, a half weight may come: one that is unfrozen, or added to a group.
     masters = Masters(optimizer, mode.master or "float32")
     if mode.master is not None:
-        optimizer.register_step_pre_hook(masters.refuse_step)
+        optimizer.register_step_pre_hook(masters.begin_step)
+        optimizer.register_step_post_hook(masters.end_step)
     for name in ("train", "eval"):  # in which schedule-free optimizers move the weights
         if callable(method := getattr(optimizer, name, None)):
             setattr(optimizer, name, masters.moved_by(method))

@@ -140,12 +140,12 @@ class MasterStore:
         It may look for what it is given in the states that torch has loaded for it.
         """
 
-        def load_state_dict(saved: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             if not self._hooks:  # detached
-                return load(saved, *args, **kwargs)
-            self._saved, self._noted = saved, True
+                return load(state_dict, *args, **kwargs)
+            self._saved, self._noted = state_dict, True
             try:
-                return load(_without_masters(saved), *args, **kwargs)
+                return load(_without_masters(state_dict), *args, **kwargs)
             finally:
                 self._noted = False
 

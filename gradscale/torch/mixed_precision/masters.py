@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from gradscale.errors import CallOrderError
 from gradscale.torch.grads.collect import local_grads, with_grad
 from gradscale.torch.grads.dtensor import all_plain, local, locals_of
-from gradscale.torch.grads.scale import move
+from gradscale.torch.grads.scale import constant, move
 from gradscale.torch.mixed_precision.master_store import KeptMaster, MasterStore
 from gradscale.torch.optim import master_bits
 from gradscale.torch.optim.master_bits import HALF_DTYPES, LARGEST, FlatWeights
@@ -83,6 +83,8 @@ class Masters:
         self._plan: Members | None = None
         """The members of the last step, if the next one may have the same."""
         self._entered: Members | None = None
+        self._making_states = False
+        """Whether the optimizer takes a step that moves nothing, to make its states."""
 
     # What there is.
 
@@ -123,14 +125,26 @@ class Masters:
 
     # A step.
 
-    def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         """A hook of the optimizer: refuses steps that would move weights and not their masters."""
-        if self._entered is None and self.needed(with_grad(optimizer.param_groups)):
-            raise CallOrderError(
-                "optimizer.step() was called, which would update the weights and not their "
-                "masters. Call mp.step() instead. With Lightning, call step() of the optimizer "
-                "that self.optimizers() or fabric.setup() returned."
-            )
+        params = with_grad(optimizer.param_groups)
+        if self._entered is not None or not self.needed(params):
+            return
+        if _moves_nothing(optimizer, params):
+            self.gradients(constant(1.0))  # so that the states are float32
+            self._making_states = True
+            return
+        raise CallOrderError(
+            "optimizer.step() was called, which would update the weights and not their "
+            "masters. Call mp.step() instead. With Lightning, call step() of the optimizer "
+            "that self.optimizers() or fabric.setup() returned."
+        )
+
+    def end_step(self, *_: Any) -> None:
+        """A hook of the optimizer: ends a step that was taken to make its states."""
+        if self._making_states:
+            self._making_states = False
+            self.write_back(False)
 
     @torch.no_grad()
     def gradients(self, factor: Tensor) -> None:
@@ -138,6 +152,7 @@ class Masters:
 
         The gradients of the weights stay as they are; those of float32 parameters are put aside.
         """
+        self.end_step()  # one that has raised
         members = self._members(with_grad(self._optimizer.param_groups))
         for master, grad in zip(members.masters, _widened(members, factor), strict=True):
             master.grad = grad
@@ -361,6 +376,15 @@ def _widened(members: Members, factor: Tensor) -> list[Tensor]:
         else grad.float() * move(factor, grad.device)
         for master, grad in zip(members.masters, grads, strict=True)
     ]
+
+
+def _moves_nothing(optimizer: Optimizer, params: list[Tensor]) -> bool:
+    """Whether gradients and learning rates are 0, as where torch's `get_state_dict()` steps."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if not all(rate is not None and float(rate) == 0 for rate in rates):
+        return False
+    grads = local_grads(params)
+    return all(grad.layout is torch.strided and not grad.count_nonzero() for grad in grads)
 
 
 def _is_half(value: Any) -> bool:

@@ -77,6 +77,13 @@ class FusedStep:
         self._master = master_bits.check_mode(master)
         self.forget()
 
+    def make_states(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        """Makes the states of `params`, which a step would make.
+
+        torch's `get_state_dict()` does so by a step, unless there is a state already, say a master.
+        """
+        batches_of(optimizer, params, self._rule, self._master)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Steps, or skips where `found_inf` says so; returns what `closure` returned."""
         loss = None
@@ -325,12 +332,24 @@ def steps_fused(kind: type[Kind]) -> type[Kind]:
         """Keeps masters in another way from here on, and converts those that exist."""
         self._fused.keep_masters(master)
 
+    def make_states(self: Any, params: list[Tensor]) -> None:
+        """Makes the states of `params`, which their first step would make."""
+        self._fused.make_states(self, params)
+
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does, also for compiled functions."""
         theirs = "fused" in self.defaults  # torch's setting: not of an optimizer that is only ours
         super(kind, self).add_param_group(
             always_fused(type(self), param_group) if theirs else param_group
         )
+        found = next((p for p in self.param_groups[-1]["params"] if p.is_complex()), None)
+        if found is not None:
+            self.param_groups.pop()
+            name = type(self).__name__
+            raise SettingError(
+                f"gradscale's {name} does not support complex parameters, got {found.dtype}. Pass "
+                "those to an optimizer of torch.optim."
+            )
         self._handle = OptimizerHandle(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -349,7 +368,7 @@ def steps_fused(kind: type[Kind]) -> type[Kind]:
         if not hasattr(self, "_handle"):  # a copy, and not a state that is loaded
             self._handle = OptimizerHandle(self)
 
-    methods = (step, fused_plan, keep_masters, add_param_group, load_state_dict)
+    methods = (step, fused_plan, keep_masters, make_states, add_param_group, load_state_dict)
     for method in (*methods, __getstate__, __setstate__):
         method.__qualname__ = f"{kind.__qualname__}.{method.__name__}"
         setattr(kind, method.__name__, method)

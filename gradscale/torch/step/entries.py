@@ -82,6 +82,8 @@ class OptimizerEntry:
     """These gradients, weakly, by the id of the parameter, where the host has decided."""
     stepped_at = -1
     """How many passes had begun at its last step; -1 before the first."""
+    empty_at = 0
+    """How many passes had begun when a droppable one last found it without gradients."""
     stepped_params: Sequence[Tensor] = ()
     """The parameters that had a gradient at its last step."""
     witness: tuple[Any, int] | None = None

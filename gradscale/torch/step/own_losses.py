@@ -154,6 +154,9 @@ def backward_droppable(
     On all ranks, or on none: `agreed` combines a flag with those of other ranks.
     """
     last_plain = passes.last_plain
+    for entry in passes.entries.all:
+        if not with_grad(entry.param_groups()):
+            entry.empty_at = passes.count
     try:
         with _apart(scaled, passes, known, kwargs, "droppable=True") as made:
             grads = Gradients(made)

@@ -67,10 +67,10 @@ def droppable_passes(passes: Passes, entry: OptimizerEntry) -> list[DroppablePas
         return []
     ids = entry.param_ids()
     reached = [each for each in mine if not each.params.isdisjoint(ids)]
-    stepped_at = max(entry.stepped_at, 0)
-    if reached and passes.last_plain > stepped_at:
+    begun_at = max(entry.stepped_at, entry.empty_at)  # passes before have left it nothing
+    if reached and passes.last_plain > begun_at:
         raise CallOrderError(
-            f"{len(mine)} of {passes.count - stepped_at} losses had droppable=True, so the "
+            f"{len(mine)} of {passes.count - begun_at} losses had droppable=True, so the "
             "gradients cannot be corrected for dropped passes. Pass droppable=True for all losses "
             "of a step, or for none."
         )

@@ -195,8 +195,25 @@ def test_weights_move_only_with_their_masters() -> None:
     model, mp = built("fp16-master", OPTIMIZERS["foreach"])
     advance(model, mp)
     mp.backward(loss_of(model, data()))
-    with pytest.raises(CallOrderError, match=r"Call mp\.step\(\) instead"):
-        mp.optimizers[0].step()
+    for lr in (1e-2, 0.0):
+        mp.optimizers[0].param_groups[0]["lr"] = lr
+        with pytest.raises(CallOrderError, match=r"Call mp\.step\(\) instead"):
+            mp.optimizers[0].step()
+
+
+def test_a_step_that_moves_nothing_and_raises_leaves_the_weights_in_place() -> None:
+    model, mp = built("fp16-master", OPTIMIZERS["foreach"])
+    (optimizer,) = mp.optimizers
+    weights = list(model.parameters())
+    for param in weights:
+        param.grad = torch.zeros_like(param)
+    lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.0
+    with pytest.raises(TypeError):
+        optimizer.step(closure=3)  # type: ignore[arg-type]
+    optimizer.param_groups[0]["lr"] = lr
+    mp.zero_grad()
+    assert advance(model, mp).applied
+    assert all(a is b for a, b in zip(weights, optimizer.param_groups[0]["params"], strict=True))
 
 
 def test_a_bad_argument_costs_nothing() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from gradscale.errors import StateError
 from gradscale.torch import GradScaler, MixedPrecision
@@ -45,6 +48,39 @@ def test_a_state_goes_on_bit_for_bit(mode: str, make: Any) -> None:
         advance(each_model, each, 5)
     assert same(picture(other), picture(mp))
     assert other.scaler.state_dict() == mp.scaler.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
+@every_optimizer
+@every_mode
+def test_torchs_checkpoint_is_loaded_whole_before_the_first_step(
+    mode: str, make: Any, tmp_path: Path
+) -> None:
+    """It loads what is in the states that `get_state_dict()` has the optimizer make."""
+    model, mp = built(mode, make)
+    advance(model, mp, 5)
+    other_model, other = built(mode, make)
+
+    def parts(each_model: Any, each: Any) -> dict[str, Any]:
+        weights, states = get_state_dict(each_model, each.optimizers[0])
+        return {"weights": weights, "states": states, "scaler": each.scaler.state_dict()}
+
+    before = [value.clone() for value in other_model.state_dict().values()]
+    loaded = parts(other_model, other)
+    assert same(before, list(other_model.state_dict().values()))
+    dcp.save(parts(model, mp), checkpoint_id=tmp_path)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(
+        other_model,
+        other.optimizers[0],
+        model_state_dict=loaded["weights"],
+        optim_state_dict=loaded["states"],
+    )
+    other.scaler.load_state_dict(loaded["scaler"])
+    for each_model, each in ((model, mp), (other_model, other)):
+        torch.manual_seed(9)
+        assert advance(each_model, each, 5).applied
+    assert same(parts(other_model, other), parts(model, mp))
 
 
 class Partly(nn.Module):

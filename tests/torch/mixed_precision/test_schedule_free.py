@@ -99,3 +99,19 @@ def test_a_run_goes_on_from_its_state(mode: str) -> None:
             assert torch.equal(first[name], second[name])
         step(0)
         step(1)
+
+
+@pytest.mark.parametrize("mode", list(DTYPES))
+def test_an_optimizers_own_load_state_dict_takes_its_argument_by_name(mode: str) -> None:
+    """As `set_state_dict()` of torch.distributed.checkpoint passes it."""
+    model = nn.Linear(4, 3)
+    optimizer = adamw(model.parameters())
+    mp = MixedPrecision(model, optimizer, mode)
+    optimizer.train()
+    mp.backward(model(torch.ones(2, 4)).sum())
+    assert mp.step().applied
+    saved, before = optimizer.state_dict(), mp.float32_model_state()
+    optimizer.load_state_dict(state_dict=saved)
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+    after = mp.float32_model_state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -617,6 +617,17 @@ def test_sparse_gradients_are_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.Lion])
+def test_complex_parameters_are_refused(kind: Any) -> None:
+    real, other = torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.complex64)
+    with pytest.raises(SettingError, match="complex64"):
+        kind([{"params": [real]}, {"params": [other.requires_grad_()]}], lr=0.1)
+    optimizer = kind([real], lr=0.1)
+    with pytest.raises(SettingError, match="complex64"):
+        optimizer.add_param_group({"params": [other]})
+    assert [group["params"] for group in optimizer.param_groups] == [[real]]
+
+
 def test_a_subclass_that_wraps_step_is_called() -> None:
     calls: list[str] = []
 
