@@ -344,6 +344,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         unscaled: Unscaled | None = None,
     ) -> tuple[GradStats, list[Any]]:
         """What the gradients are like, and they themselves, unscaled and clipped."""
+        if len(grads) != len(variables):
+            raise SettingError(
+                f"grads must have one entry for each variable, got {len(grads)} for "
+                f"{len(variables)} variables. Pass None where there is no gradient."
+            )
         scale = self._layout.read(values)[0].scale
         held = scale if unscaled is None else ops.full_like(scale, 1.0)
         fine = scale >= scale
