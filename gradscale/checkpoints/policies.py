@@ -21,15 +21,23 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     return settings
 
 
-def policy_of(saved: Saved, present: Policy) -> Policy:
-    """The policy of a checkpoint, for a scaler that has the policy `present`."""
+def policy_of(
+    saved: Saved, present: Policy, kinds: Mapping[str, type[Policy]] = POLICIES
+) -> Policy:
+    """The policy of a checkpoint, for a scaler that has the policy `present`.
+
+    Args:
+        saved: What was read of the checkpoint.
+        present: The policy of the scaler.
+        kinds: The classes of policies by their names in checkpoints.
+    """
     try:
         if saved.policy is not None:
             given = dict(saved.settings)
             for bound in ("min_scale", "max_scale"):
                 if given.pop(f"default_{bound}", False):
                     given[bound] = DefaultBound(given[bound])
-            return POLICIES[saved.policy](**given)
+            return kinds[saved.policy](**given)
         if isinstance(present, Dynamic):
             return dataclasses.replace(present, exact=False, **saved.settings)
     except KeyError:

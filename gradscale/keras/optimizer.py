@@ -10,7 +10,7 @@ from keras import ops
 
 from gradscale.checkpoints.policies import policy_of, settings_of, state_of
 from gradscale.checkpoints.saved import Saved
-from gradscale.errors import SettingError
+from gradscale.errors import SettingError, StateError
 from gradscale.keras import replicas
 from gradscale.keras.measurement import (
     Found,
@@ -27,7 +27,7 @@ from gradscale.keras.measurement import (
 )
 from gradscale.keras.variables import Last, Layout
 from gradscale.monitor import Outcome
-from gradscale.policy import Dynamic, GradStats, Policy, as_policy
+from gradscale.policy import POLICIES, Dynamic, GradStats, Policy, as_policy
 from gradscale.policy.losses import with_patience
 from gradscale.policy.settings import as_count, as_number, as_scale, given, listed
 
@@ -185,9 +185,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self._last().ints[7]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all `variables`, including those of the inner optimizer."""
+        """Sets all `variables`, including those of the inner optimizer.
+
+        Raises:
+            StateError: The weights are not those of such an optimizer; nothing was set.
+        """
         if not self.built:
             super().set_weights(weights)  # Raises Keras' error.
+        weights = list(weights)
+        shapes = [tuple(getattr(weight, "shape", ())) for weight in weights]
+        known = [tuple(variable.shape) for variable in self.variables]
+        if shapes != known:
+            raise StateError(
+                f"set_weights() needs {len(known)} arrays with the shapes of optimizer.variables, "
+                f"got {len(shapes)}, whose shapes are not the same. Pass the weights of an "
+                "optimizer with the same policy, inner optimizer and model."
+            )
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
 
@@ -236,7 +249,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 name: float(value) if isinstance(value, float) else value
                 for name, value in settings_of(self.policy).items()
             }
-            config["policy"] = {"name": type(self.policy).__name__, "settings": settings}
+            name = keras.saving.get_registered_name(type(self.policy))
+            config["policy"] = {"name": name, "settings": settings}
         if self.clip_norm is not None:
             config["clip_norm"] = self.clip_norm
         return config
@@ -245,12 +259,25 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> Any:
-        """Returns the optimizer described by `get_config` of this class or of Keras' class."""
+        """Returns the optimizer described by `get_config` of this class or of Keras' class.
+
+        Args:
+            config: The configuration.
+            custom_objects: Classes by name; that of the policy, if it is not one of gradscale's.
+        """
         config = dict(config)
         rule = config.get("policy")
         if isinstance(rule, Mapping):
-            saved = Saved(rule["name"], dict(rule["settings"]), {}, {})
-            config["policy"] = policy_of(saved, Dynamic())
+            name = rule["name"]
+            kind = keras.saving.get_registered_object(name, custom_objects, POLICIES)
+            if kind is None:
+                raise StateError(
+                    f"The policy of the optimizer that was saved must be one of gradscale's, got "
+                    f"{name!r}. Pass the class of your own policy: "
+                    f"keras.saving.load_model(path, custom_objects={{{name!r}: {name}}})."
+                )
+            saved = Saved(name, dict(rule["settings"]), {}, {})
+            config["policy"] = policy_of(saved, Dynamic(), {name: kind})
         return super().from_config(config, custom_objects)
 
     def _last(self) -> Last:
@@ -317,6 +344,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         unscaled: Unscaled | None = None,
     ) -> tuple[GradStats, list[Any]]:
         """What the gradients are like, and they themselves, unscaled and clipped."""
+        if len(grads) != len(variables):
+            raise SettingError(
+                f"grads must have one entry for each variable, got {len(grads)} for "
+                f"{len(variables)} variables. Pass None where there is no gradient."
+            )
         scale = self._layout.read(values)[0].scale
         held = scale if unscaled is None else ops.full_like(scale, 1.0)
         fine = scale >= scale

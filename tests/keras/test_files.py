@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,42 @@ def test_training_from_a_file_continues_to_the_bit(policy: Any, tmp_path: Path) 
     assert int(array(other.optimizer.num_steps)) == 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class Own(gs.Dynamic):
+    """A policy that is not one of gradscale's."""
+
+    extra: int = 1
+    """A setting."""
+
+
+def test_own_policy_is_read_from_a_file_with_its_class(tmp_path: Path) -> None:
+    policy = Own(init_scale=2.0**24, extra=3)
+    made = model(units=8)
+    made.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy), loss="mse")
+    fit(made, epochs=1)
+    made.save(tmp_path / "model.keras")
+    other = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Own": Own})
+    assert other.optimizer.policy == policy
+    assert same(arrays(other.optimizer.variables), arrays(made.optimizer.variables))
+    with pytest.raises(gs.StateError, match=r"got 'Own'\. .* custom_objects=\{'Own': Own\}"):
+        keras.saving.load_model(tmp_path / "model.keras")
+
+
 def test_weights_are_set_with_those_of_the_inner_optimizer() -> None:
     optimizer, other = walked(POLICIES[0]), fresh(POLICIES[0])
     other.set_weights(arrays(optimizer.variables))
     assert same(arrays(other.variables), arrays(optimizer.variables))
     with pytest.raises(ValueError, match="has not yet been built"):
         LossScaleOptimizer(keras.optimizers.SGD(0.1)).set_weights([])
+
+
+@pytest.mark.parametrize("change", [lambda saved: saved[:-1], lambda saved: [*saved[:-1], 0.0]])
+def test_weights_of_another_shape_are_refused_and_set_nothing(change: Any) -> None:
+    optimizer, other = walked(POLICIES[0]), fresh(POLICIES[0])
+    before = arrays(other.variables)
+    with pytest.raises(gs.StateError, match=r"set_weights\(\) needs .* arrays with the shapes"):
+        other.set_weights(change(arrays(optimizer.variables)))
+    assert same(arrays(other.variables), before)
 
 
 def test_weights_of_keras_own_class_are_loaded() -> None:

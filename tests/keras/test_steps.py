@@ -237,6 +237,19 @@ def test_variables_without_gradients_are_left_alone() -> None:
         LossScaleOptimizer(keras.optimizers.SGD(1.0)).apply([ones])
 
 
+def test_number_of_gradients_is_checked() -> None:
+    model = variables()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=gs.Static(2.0))
+    optimizer.build(model)
+    with pytest.raises(gs.SettingError, match="one entry for each variable, got 1 for 2 variables"):
+        optimizer.apply([keras.ops.ones(4)], model)
+    if BACKEND != "tensorflow":  # There, Keras has no stateless_apply.
+        values = [[variable.value for variable in each] for each in (optimizer.variables, model)]
+        with pytest.raises(gs.SettingError, match="got 1 for 2 variables"):
+            optimizer.stateless_apply(values[0], [keras.ops.ones(4)], values[1])
+    assert int(array(optimizer.num_steps)) == 0
+
+
 def test_loss_is_scaled_in_float32() -> None:
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), policy=gs.Dynamic())
     loss = keras.ops.convert_to_tensor(3.0, "float16")

@@ -78,6 +78,7 @@ def policy_from_config(config: Mapping[str, Any]) -> Dynamic | Static | Off:
     floor = as_scale("fp16.min_loss_scale", found["min_loss_scale"], exact=False)
     if not floor.is_integer():
         raise SettingError(f"fp16.min_loss_scale must be a whole number, got {floor}.")
+    check_floor("2**fp16.initial_scale_power", 2.0**power, "fp16.min_loss_scale", floor)
     return dynamic_policy(
         init_scale=2.0**power,
         scale_window=whole("fp16.loss_scale_window", found["loss_scale_window"]),
@@ -186,6 +187,14 @@ def refuse_unknown(system: str, policy: Dynamic) -> None:
         raise SettingError(
             f"{system} has no counterpart of {listed(odd)}: its factors are 2 and 0.5, it has no "
             "maximum scale, and its interval is the same at every scale. Remove these settings."
+        )
+
+
+def check_floor(name: str, scale: float, floor_name: str, floor: float) -> None:
+    """Raises a SettingError if the first scale is below the floor."""
+    if not scale >= floor:
+        raise SettingError(
+            f"{name} must be >= {floor_name}, which is {float(floor)}, got {float(scale)}."
         )
 
 

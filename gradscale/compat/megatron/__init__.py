@@ -1,7 +1,9 @@
 """Our rules behind Megatron-LM's `grad_scaler`: a `MegatronGradScaler` with a policy.
 
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        each.grad_scaler = MegatronGradScaler(policy)
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    scaler = MegatronGradScaler(policy, optimizers=len(optimizers))
+    for each in optimizers:
+        each.grad_scaler = scaler
 
 `policy_from_arguments` and `arguments_from_policy` translate Megatron-LM's settings.
 docs/move/megatron.md lists the differences. Megatron-LM need not be installed.

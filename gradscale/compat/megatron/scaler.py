@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscale.compat.host_scale import HostScale
 from gradscale.policy import Dynamic, DynamicState, Off, Static
+from gradscale.policy.settings import as_count
 
 
 class MegatronGradScaler:
@@ -23,6 +24,8 @@ class MegatronGradScaler:
     Args:
         policy: `Dynamic`, or `Static` in place of Megatron's `ConstantGradScaler`.
         device: Where the scale is; the current CUDA device unless it is given.
+        optimizers: How many optimizers have this scaler, which then moves its scale once per step:
+            when all of them have called `update()`, and as after an overflow if one had one.
         on_stuck: "warn", "raise" (a StuckError) or "ignore" after `stuck_after` skipped steps.
     """
 
@@ -31,10 +34,13 @@ class MegatronGradScaler:
         policy: Dynamic | Static | Off,
         device: torch.device | str = "cuda",
         *,
+        optimizers: int = 1,
         on_stuck: str = "warn",
         stuck_after: int = 50,
     ) -> None:
         self._held = HostScale(policy, on_stuck, stuck_after)
+        self._optimizers = as_count("optimizers", optimizers)
+        self._reports: list[bool] = []
         self._scale = torch.tensor([self._held.value], dtype=torch.float32, device=device)
 
     @property
@@ -58,9 +64,13 @@ class MegatronGradScaler:
         Raises:
             StuckError: `stuck_after` steps in a row were skipped, and `on_stuck` is "raise".
         """
+        self._reports.append(bool(found_inf))
+        if len(self._reports) < self._optimizers:
+            return  # The next optimizer has yet to divide its gradients by this scale.
+        overflow, self._reports = any(self._reports), []
         before = self._held.value
         try:
-            self._held.update(finite=not bool(found_inf))
+            self._held.update(finite=not overflow)
         finally:
             self._fill(before)
 
@@ -89,4 +99,5 @@ class MegatronGradScaler:
             return
         before = self._held.value
         self._held.load_state_dict(state_dict, settings=False)
+        self._reports = []
         self._fill(before)

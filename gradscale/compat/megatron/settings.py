@@ -18,7 +18,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradscale.compat.deepspeed.settings import is_power_of_two, refuse_unknown, whole
+from gradscale.compat.deepspeed.settings import check_floor, is_power_of_two, refuse_unknown, whole
 from gradscale.errors import SettingError
 from gradscale.policy import Dynamic, Off, Static
 from gradscale.policy.settings import as_flag, as_scale
@@ -60,6 +60,7 @@ def policy_from_arguments(arguments: Any) -> Dynamic | Static | Off:
         return Off()
     start = as_scale("initial_loss_scale", found["initial_loss_scale"], exact=False)
     floor = as_scale("min_loss_scale", found["min_loss_scale"], exact=False)
+    check_floor("initial_loss_scale", start, "min_loss_scale", floor)
     return Dynamic(
         init_scale=start,
         growth_interval=whole("loss_scale_window", found["loss_scale_window"]),

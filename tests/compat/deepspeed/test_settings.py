@@ -94,6 +94,10 @@ def test_given_configuration_is_not_changed() -> None:
         (section(hysteresis=1, loss_scale_window=2.5), "fp16.loss_scale_window"),
         (section(hysteresis=1, min_loss_scale=0), "fp16.min_loss_scale"),
         (section(hysteresis=1, min_loss_scale=0.5), "fp16.min_loss_scale must be a whole"),
+        (
+            section(hysteresis=1, initial_scale_power=2, min_loss_scale=8),
+            "2**fp16.initial_scale_power must be >= fp16.min_loss_scale, which is 8.0, got 4.0",
+        ),
         (section(hysteresis=1, initial_scale_power=1.5), "fp16.initial_scale_power"),
         (section(hysteresis=1, initial_scale_power=500), "fp16.initial_scale_power"),
         (section(loss_scale=-1), "fp16.loss_scale"),

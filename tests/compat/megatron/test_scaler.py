@@ -43,6 +43,35 @@ def test_scale_is_that_of_the_plain_rule(history: list[bool]) -> None:
     assert (tensor.dtype, tensor.shape) == (torch.float32, (1,))
 
 
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20))
+def test_chained_optimizers_have_one_scale_that_moves_once_per_step(
+    history: list[tuple[bool, bool]],
+) -> None:
+    scaler, state = made(optimizers=2), RULE.init()
+    for flags in history:
+        for found_inf in flags:
+            # Every optimizer divides by the scale of the loss, and reports then.
+            assert scaler.scale.tolist() == [state.scale]
+            scaler.update(found_inf)
+        state = RULE.update(state, GradStats(finite=not any(flags)))
+    assert scaler.scale.tolist() == [state.scale]
+
+
+def test_state_that_is_loaded_begins_a_step() -> None:
+    scaler, saved = made(optimizers=2), walked([True, True]).state_dict()
+    scaler.update(True)
+    for _ in range(2):  # Megatron saves and loads one for each optimizer
+        scaler.load_state_dict(saved)
+    scaler.update(False)
+    scaler.update(False)
+    assert scaler.state_dict()["growth_tracker"] == 1
+
+
+def test_number_of_optimizers_is_checked() -> None:
+    with pytest.raises(SettingError, match="optimizers must be a whole number"):
+        made(optimizers=0)
+
+
 def test_inverse_is_rounded_once() -> None:
     scaler = made(gs.Static(3.0, exact=False))
     assert scaler.inv_scale.dtype == torch.float32

@@ -87,6 +87,7 @@ def test_other_policies_come_back_as_they_were(policy: Any) -> None:
         ({"fp16": True, "loss_scale_window": 2.5}, "loss_scale_window"),
         ({"fp16": True, "min_loss_scale": 0.0}, "min_loss_scale"),
         ({"fp16": True, "initial_loss_scale": float("inf")}, "initial_loss_scale"),
+        ({"fp16": True, "initial_loss_scale": 0.5}, "initial_loss_scale must be >= min_loss_scale"),
         ({"loss_scale": -1.0}, "loss_scale"),
     ],
 )
