@@ -49,16 +49,15 @@ def turned(images: Tensor) -> tuple[Tensor, Tensor]:
 def fit(model: nn.Module, steps: int, lr: float, half: bool = False) -> float:
     """Trains the model, and returns its accuracy on unseen images in percent."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     scaler = GradScaler("cpu", enabled=half)
+    scaler.follow(torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps))
     torch.manual_seed(0)  # the same batches in float16 and in float32
     for _ in range(steps):
         inputs, quarters = turned(IMAGES[torch.randint(len(IMAGES), (32,))])
         with torch.autocast("cpu", dtype=torch.float16, enabled=half):
             outputs = model(inputs)
         scaler.backward(nn.functional.cross_entropy(outputs.float(), quarters))
-        if scaler.apply(optimizer).applied:
-            schedule.step()
+        scaler.apply(optimizer)
     inputs, quarters = turned(UNSEEN)
     return 100 * (model(inputs).argmax(1) == quarters).float().mean().item()
 
@@ -82,16 +81,14 @@ def main(seed: int = 0, steps: int = 1000) -> None:
     fit(net, steps, lr=0.1)
     half = quantized(net)
     scores = fit(quantized(net), steps // 6, 0.02), fit(half, steps // 6, 0.02, half=True)
-    for name, param in half.named_parameters():
-        if name.endswith(".scale"):  # a step below 0 is the same one; convert_pt2e() needs it above
-            param.data.abs_()
+    for step in (param for name, param in half.named_parameters() if name.endswith(".scale")):
+        step.data.abs_()  # one below 0 rounds alike, but convert_pt2e() needs it above
     inputs, _ = turned(UNSEEN)
     expected = half(inputs).detach().numpy()
     warnings.simplefilter("ignore", FutureWarning)  # the exporter uses deprecated functions
     final = torch.export.export(convert_pt2e(half), (inputs,), dynamic_shapes=BATCHES)
     program = torch.onnx.export(final, verbose=False).model_proto  # type: ignore[union-attr]
-    session = InferenceSession(program.SerializeToString())  # onnx.save(program, "digits.onnx")
-    (found,) = session.run(None, {"input": inputs.numpy()})
+    (found,) = InferenceSession(program.SerializeToString()).run(None, {"input": inputs.numpy()})
     gap = abs(found - expected).max() / abs(expected).max()
     print("INT8 accuracy: {:.2f} % with float32, {:.2f} % with float16".format(*scores))
     print(f"ONNX differs by {gap:.2%}", Counter(node.op_type for node in program.graph.node))

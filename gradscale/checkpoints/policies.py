@@ -10,6 +10,7 @@ from typing import Any
 from gradscale.checkpoints.saved import Saved
 from gradscale.errors import SettingError, StateError, caller_level
 from gradscale.policy import POLICIES, DefaultBound, Dynamic, DynamicState, Off, Policy, Static
+from gradscale.policy.arrays import float32
 
 
 def settings_of(policy: Policy) -> dict[str, Any]:
@@ -73,14 +74,14 @@ def state_of(fields: Mapping[str, Any], policy: Policy, strict: bool) -> Any:
     state = first._replace(**known)
     scale = float(state.scale)
     if not isinstance(policy, Static):
-        scale = float(min(max(scale, policy.min_scale), policy.max_scale))  # no DefaultBound
+        scale = min(max(scale, policy.min_scale), policy.max_scale)
     if scale != state.scale:
         warnings.warn(
             f"The loaded scale {state.scale} is outside the range from min_scale to max_scale and "
             f"was clamped to {scale}.",
             stacklevel=caller_level(),
         )
-    return state._replace(scale=scale)
+    return state._replace(scale=float32(scale))  # torch's scaler saves 3e-5 before its first loss
 
 
 def patient(state: Any, saved: Saved, policy: Policy) -> Any:

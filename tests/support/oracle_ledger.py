@@ -154,6 +154,12 @@ class Ledger(World):
         """The optimizers with gradients that do not fit, in this iteration."""
         self.unscaled_in: dict[int, Window] = {}
         """The windows in which optimizers had their gradients, in this iteration."""
+        self.passes = 0
+        """How many backward passes of windows there were."""
+        self.used_at: dict[int, int] = {}
+        """How many there were when an optimizer last had its gradients."""
+        self.left: dict[int, float] = {}
+        """The optimizers whose passes nobody used in an earlier iteration, with their scale."""
 
     @property
     def window(self) -> Window:
@@ -205,15 +211,17 @@ class Ledger(World):
         """A backward pass of `window` that adds to the gradients of the parameters `numbers`."""
         if window is not None:
             self.made = window
+            self.passes += 1
             window.begun += 1
             window.blank = False
             waiting = window.waiting.items()
             window.waiting = {k: tag for k, tag in waiting if self.untouched(k, tag)}
-            # Those of every known optimizer are, whether the pass adds to them or not.
-            if any(
-                t.carries != window.scale and not self.is_zero(k) for k, t in window.waiting.items()
-            ):
+            # Those of every known optimizer are, whether the pass adds to them or not, and
+            # whether they were edited or replaced by hand since.
+            moved = [i for i, scale in self.left.items() if scale != window.scale]
+            if any(not self.is_zero(k) for i in moved for k in self.with_grad(i)):
                 raise Beyond("left-over gradients are rescaled: tests/torch/step/test_laws.py")
+            self.left = {}
         for k in set(numbers):
             loaded = self.params[k].grad is not None and not self.is_zero(k)
             older = None if window is None else window.waiting.pop(k, None)
@@ -234,6 +242,7 @@ class Ledger(World):
         """Optimizer `i` has had its gradients."""
         window = self.unscaled_in[i] = self.window
         window.users[i] = window.begun
+        self.used_at[i] = self.passes
         self.note_witness(i)
         for k in self.with_grad(i):
             window.tags[k] = Tag(carries, True, window.begun, self.stamps[k])
@@ -247,6 +256,7 @@ class Ledger(World):
             return
         window.closed = True
         done = {i for i, begun in window.users.items() if begun == window.begun}
+        self.left |= dict.fromkeys(self.seen - done, window.scale) if window.begun else {}
         for k in {k for i in self.seen - done for k in self.with_grad(i)}:
             tag = window.tags.get(k)
             if tag is not None and self.same_tensor(k, tag) and tag.begun == window.begun:

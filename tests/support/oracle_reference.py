@@ -69,6 +69,9 @@ class Reference(Ledger):
         self.bad_losses = 0
         self.warned_half = False
         self.rechecks = setup.recheck
+
+    def forget(self) -> None:
+        super().forget()
         self.mixed: set[int] = set()
         """The optimizers whose unscaled gradients were added to."""
         self.left_unscaled = False
@@ -85,6 +88,11 @@ class Reference(Ledger):
         self.rows[row] += 1
         return True
 
+    def shares(self, numbers: list[int]) -> bool:
+        """Whether an optimizer that has one of these parameters shares any with another one."""
+        mine = {k for each in self.members if not set(numbers).isdisjoint(each) for k in each}
+        return sum(not mine.isdisjoint(each) for each in self.members) > 1
+
     # The predicates, one per row: whether a call falls under it.
 
     def bounds(self) -> bool:
@@ -99,7 +107,10 @@ class Reference(Ledger):
     def fits(self, numbers: list[int], scale: float) -> bool:
         grads = [grad_of(self.params[k]) for k in numbers]
         unfit = any(all_finite(grad) and not all_finite(divided(grad, scale)) for grad in grads)
-        return unfit and self.count("fits")
+        counted = unfit and self.count("fits")
+        if unfit and self.shares(numbers):
+            raise Beyond("gradients that do not fit, and those of an optimizer that shares some")
+        return counted
 
     def counter(self, finite: bool) -> bool:
         passed = self.scaler._get_growth_tracker() >= self.scaler.get_growth_interval()
@@ -111,7 +122,10 @@ class Reference(Ledger):
     def recheck(self, i: int) -> bool:
         grads = [grad_of(self.params[k]) for k in self.with_grad(i)]
         spoilt = not all(map(all_finite, grads)) and not self.found(i) and i not in self.unfit
-        return spoilt and self.rechecks and self.count("recheck")
+        again = spoilt and self.rechecks and self.count("recheck")
+        if again and self.shares(self.members[i]):
+            raise Beyond("gradients that were edited, and those of an optimizer that shares some")
+        return again
 
     def closure(self, i: int) -> bool:
         step, optimizer = self.scaler.step, self.optimizers[i]
@@ -245,10 +259,19 @@ class Reference(Ledger):
             self.opened.loss_finite &= all(map(all_finite, losses))
         self.backward(self.opened, scaled, numbers)
 
+    def meet(self, i: int) -> None:
+        """Makes optimizer `i` known, also by a call before the first loss, which is an error."""
+        if self.scaler.is_enabled():
+            self.seen.add(i)
+
     def enter(self, i: int) -> bool:
         """Whether optimizer `i` has anything to use; gradients made by hand open a window."""
         window = self.window
         had = i in window.users
+        again = self.used_at.get(i) == self.passes and self.nothing_new(i)
+        if self.stage(i) is OptState.READY and not had and again:
+            self.count("stale-scale")  # another optimizer has opened this window by hand
+            return False
         if self.stage(i) is OptState.READY and (window.closed or had):
             if had and window.users[i] == window.begun:
                 if self.opened is None or self.opened.closed:
@@ -259,7 +282,6 @@ class Reference(Ledger):
                     return False
                 self.made = self.opened
                 self.made.blank = all(map(self.is_zero, self.with_grad(i)))
-        self.seen.add(i)
         return True
 
     def plan(self, i: int) -> dict[int, float] | None:
@@ -282,6 +304,7 @@ class Reference(Ledger):
             return REFUSED
         if self.live and self.left_unscaled:
             self.end_here()
+        self.meet(i)
         if not self.live or self.stage(i) is not OptState.READY:
             return self.plain(lambda: self.scaler.unscale_(self.optimizers[i]))
         plan = self.plan(i) if self.enter(i) else None
@@ -321,6 +344,7 @@ class Reference(Ledger):
     # Stepping.
 
     def step(self, i: int) -> Expected:
+        self.meet(i)
         if not self.live or self.stage(i) is OptState.STEPPED:
             return self.plain(lambda: self.scaler.step(self.optimizers[i]))
         if self.left_unscaled:
@@ -341,6 +365,8 @@ class Reference(Ledger):
             odd = any(plan[k] != self.window.scale or k in self.window.waiting for k in plan)
             if self.capable(i) and not odd and not self.shared_parameter(plan):
                 return self.step_fused(i)
+            if self.capable(i) and not all(all_finite(grad_of(self.params[k])) for k in plan):
+                raise Beyond("bad gradients that are shared may stay scaled until update()")
             self.divide(i, plan)
         else:
             self.divide_late(i)
@@ -521,6 +547,7 @@ class Reference(Ledger):
         expected = self.plain(lambda: duplicate(self.scaler, how))
         if expected.error is None:
             self.scaler = expected.value
+            self.warned_half = False
             self.forget()
         return expected._replace(value=None)
 

@@ -868,3 +868,53 @@ def test_a_loaded_scale_that_was_clamped_is_a_plain_number(loaded: float, clampe
         scaler.backward(w.sum())
         scaler.apply(SGD([w], lr=0.0), zero_grad=False)
     assert scaler.get_scale() == clamped
+
+
+def test_a_refused_step_leaves_a_scaler_that_can_be_pickled() -> None:
+    w = weight()
+    optimizer, scaler = SGD([w], lr=0.1), GradScaler("cpu")
+    scaler.backward(w.sum())
+    scaler.apply(optimizer)
+    with pytest.raises(gs.CallOrderError, match="no new gradients"):
+        scaler.step(optimizer)
+    assert pickle.loads(pickle.dumps(scaler)).get_scale() == scaler.get_scale()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_shared_gradient_that_is_clipped_after_a_step_is_not_divided_again(fused: bool) -> None:
+    weights = []
+    for scale in (1.0, 1024.0):
+        w = torch.ones(3, requires_grad=True)
+        first, second = (SGD([w], lr=0.25, fused=fused) for _ in range(2))
+        scaler = GradScaler("cpu", init_scale=scale)
+        scaler.scale((w * torch.tensor([4.0, 0.0, 3.0])).sum()).backward()
+        scaler.step(first)  # the scaler has not met the second one yet
+        torch.nn.utils.clip_grad_value_([w], 2.0)
+        scaler.step(second)
+        weights.append(w.detach())
+    assert torch.equal(*weights)
+    assert weights[0].tolist() == [-0.5, 1.0, -0.25]
+
+
+def test_a_scale_that_torch_saves_before_the_first_loss_is_loaded_in_float32() -> None:
+    state = torch.amp.GradScaler("cpu", init_scale=0.3).state_dict()
+    assert state["scale"] == 0.3  # not yet rounded
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == torch.tensor(0.3).item()
+
+
+def test_zeros_of_a_second_optimizer_do_not_hide_gradients_of_the_first() -> None:
+    w, v = weight(), weight()
+    first, second = SGD([w], lr=0.1), SGD([v], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(w.sum() + v.sum()).backward()
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    before = scaler.get_scale()
+    w.grad, v.grad = torch.ones_like(w), torch.zeros_like(v)  # made by hand
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert scaler.get_scale() == 2 * before

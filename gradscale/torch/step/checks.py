@@ -77,7 +77,8 @@ def check_new_gradients(pipeline: Pipeline, entry: OptimizerEntry, call: str) ->
             "scaler.backward(loss) instead of loss.backward()."
         )
     stats = backend.measure(Gradients(params), iteration.scale, amax=True).stats
-    iteration.blank = stats.amax == 0
+    blank = stats.amax == 0
+    iteration.blank = blank if iteration.blank is None else iteration.blank & blank
 
 
 def weigh(pipeline: Pipeline, step: Step) -> None:

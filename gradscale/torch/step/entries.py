@@ -223,15 +223,17 @@ class OptimizerEntry:
             grads = [(id(p), p.grad) for p in params]
             self.skipped_grads = {key: weakref.ref(g) for key, g in grads if g is not None}
 
-    def has_new_gradients(self, params: Sequence[Tensor]) -> bool:
-        """Whether its first gradient is another than at its last step, or was written to."""
+    def has_new_gradients(self, params: Sequence[Tensor], written: bool = True) -> bool:
+        """Whether its first gradient is another than at its last step, or was `written` to."""
         if not params:
             return False
         if self.witness is None:
             return True
         ref, version = self.witness
         grad = ref()
-        return grad is None or params[0].grad is not grad or version_of(grad) != version
+        if grad is None or params[0].grad is not grad:
+            return True
+        return written and version_of(grad) != version
 
     def clear_skipped(self, entries: Entries, alone: bool = False) -> None:
         """Sets the gradients of a step that was skipped to 0, those that are still there.
@@ -340,8 +342,13 @@ class Entries:
         return entry is not None and entry.stage is UNSCALED
 
     def in_use(self) -> list[OptimizerEntry]:
-        """The entries that have been used in this iteration."""
-        return [entry for entry in self.all if entry.held is not None]
+        """The entries whose gradients have been read in this iteration."""
+        return [
+            entry
+            for entry in self.all
+            if entry.held is not None
+            and (entry.stage is not READY or entry.stats is not None or entry.decision is not None)
+        ]
 
     def sharing(self, entry: OptimizerEntry) -> list[OptimizerEntry]:
         """Other entries that have a parameter of `entry`."""

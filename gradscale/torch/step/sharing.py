@@ -108,7 +108,8 @@ def unscaled_among(
         if entry.stage is UNSCALED:
             used |= entry.param_ids()
         elif entry.step is not None and entry.stepped_at == passes.count:
-            if entry.has_new_gradients(with_grad(entry.param_groups())):
+            # Without a pass in between, who has written to it has clipped or edited it.
+            if entry.has_new_gradients(with_grad(entry.param_groups()), written=False):
                 continue
             ids, step = entry.param_ids(), entry.step
             if entry.older or (step.skip is True and not step.in_place):
